@@ -20,6 +20,7 @@ from app.api.resume_store import ResumeStore
 from app.common.errors import RateLimitExceeded
 from app.http.auth import tenant_of
 from app.http.errors import ApiError, from_validation
+from app.http.json_encoding import utf8_json
 from app.http.request_body import read_json_body
 from app.http.response_model import ResponseModel, json_schema
 from app.http.sse import until_disconnect
@@ -136,7 +137,7 @@ async def _read_body(request: Request, model: type[_Body]) -> _Body:
     body = await read_json_body(request, service.settings.max_body_bytes)
     async with service.loop_share.parsing(body, WorkAccount(tenant_of(request).cache_namespace)):
         try:
-            return model.model_validate_json(bytes(body))
+            return model.model_validate_json(utf8_json(body))
         except ValidationError as error:
             raise from_validation(error, model.model_fields) from None
 

@@ -103,12 +103,14 @@ async def metrics(request: Request) -> Response:
     return Response(page, headers={"Content-Type": content_type, "Vary": "Accept"})
 
 
+@router.head("/v1/models", include_in_schema=False)
 @router.get("/v1/models", openapi_extra=documented(ModelList), responses=declared(401, 503))
 async def models(request: Request) -> Response:
     """The served model."""
     return json_response(ModelList("list", [_model(service_of(request))]))
 
 
+@router.head("/v1/models/{model_id:path}", include_in_schema=False)
 @router.get("/v1/models/{model_id:path}", openapi_extra=documented(Model), responses=declared(401, 404, 503))
 async def model(request: Request, model_id: str) -> Response:
     """Information about one model."""

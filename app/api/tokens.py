@@ -170,6 +170,7 @@ async def detokenize(request: Request) -> Response:
         return JsonStream(content, version_header(ready.weights_version), time_slice, stack.pop_all().close)
 
 
+@router.head("/tokenizer_info", include_in_schema=False)
 @router.get("/tokenizer_info", openapi_extra=documented(TokenizerInfo), responses=declared(401, 503))
 async def tokenizer_info(request: Request) -> Response:
     """Special tokens, chat template, and what else a client needs to build prompts itself."""

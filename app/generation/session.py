@@ -327,7 +327,7 @@ class BuiltRequests:
             leader = Request(
                 id=self._id(index * request.n_sampled, len(encoded)),
                 prompt=prompt.ids,
-                max_tokens=min(request.max_tokens, self._ready.context - len(prompt.ids)),
+                max_tokens=min(request.max_tokens, self._most_tokens(len(prompt.ids))),
                 params=replace(params, choice=first),
                 source=source,
                 stop_ids=tuple(dict.fromkeys((*self._eos_ids, *request.stop_token_ids))),
@@ -347,6 +347,16 @@ class BuiltRequests:
                     )
                 )
         return requests
+
+    def _most_tokens(self, prompt_tokens: int) -> int:
+        """Tokens that fit the context after a prompt.
+
+        A scored prompt that fills the context gets one, too: nothing follows it, so it needs no position. lm-eval
+        sends such prompts with `max_tokens` 1, and takes the last entry of the log-probabilities for that token.
+        """
+        request, left = self._request, self._ready.context - prompt_tokens
+        is_scored = request.echo and request.logprobs is not None and request.grammar is None
+        return max(left, 1) if is_scored else left
 
     def choices(self, requests: Sequence[Request], encoded: Sequence[EncodedPrompt]) -> list[OutputChoice]:
         """The output choices that consume the events of `requests`."""

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 _SCOPE_KEY = "inkstream_record"
 _RETRY_AFTER_SECONDS = "2"
 _ALLOWED_METHODS = ("GET", "HEAD", "POST", "DELETE")
+_ROUTES_HINT = "GET /docs lists the routes"
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", None})
 """None: the head of the request did not arrive."""
 _ROUTINE_ATTRIBUTE = "inkstream_is_routine"
@@ -270,20 +271,23 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     headers = dict(error.headers or {})
     if error.status_code == 404:
-        message = f"there is no route {request.scope['path'][:100]}: GET /docs lists the routes"
+        path = request.scope["path"][:100]
+        without = path.rstrip("/")
+        # No redirect: its address would come from the Host header, and clients resend a POST as a GET.
+        hint = f"leave out the / at the end of {path}" if without and _allowed(request, without) else _ROUTES_HINT
+        message = f"there is no route {path}: {hint}"
         return respond(request, ApiError(404, message, headers=headers))
     if error.status_code == 405:
-        allowed = _allowed(request)
+        allowed = ", ".join(_allowed(request, request.scope["path"])) or "another method"
         message = f"{request.method[:20]} is not allowed here; use {allowed}"
         return respond(request, ApiError(405, message, headers={**headers, "Allow": allowed}))
     return respond(request, ApiError(error.status_code, str(error.detail)[:200], headers=headers))
 
 
-def _allowed(request: Request) -> str:
-    """The methods of this path. Starlette reports only those of the first matching route: for a page, HEAD."""
-    scope, routes = dict(request.scope), request.app.routes
-    allowed = (m for m in _ALLOWED_METHODS if any(r.matches(scope | {"method": m})[0] is Match.FULL for r in routes))
-    return ", ".join(allowed) or "another method"
+def _allowed(request: Request, path: str) -> list[str]:
+    """The methods of a path. Starlette reports only those of the first matching route: for a page, HEAD."""
+    scope, routes = {**request.scope, "path": path}, request.app.routes
+    return [m for m in _ALLOWED_METHODS if any(r.matches(scope | {"method": m})[0] is Match.FULL for r in routes)]
 
 
 async def _on_framework_validation(request: Request, error: Exception) -> Response:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields
 from fnmatch import fnmatch
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,18 @@ KNOWN = {*MADE, *EXAMPLES, *FOREIGN}
 # Names of tensors and files of Hugging Face; labels of Kubernetes; our examples' local variables.
 DOTTED = ("model.safetensors", "model.embed_tokens", "model.layers", "model.norm", "model.__", "app.kubernetes.io")
 DOTTED += ("model.name", "model.eval")
+# Names in backticks: of libc, OpenMP, PyTorch, FastAPI, Triton, systemd and wheels, a prefix, and phases with spaces.
+FOREIGN_NAMES = ("GOMP_SPINCOUNT", "M_ARENA_MAX", "exp_", "solve_dependencies", "disable_licm", "MemoryHigh", "has_")
+FOREIGN_NAMES += (
+    "StateDirectory",
+    "WatchdogSec",
+    "manylinux_2_31_aarch64",
+    "parentbased_always_on",
+    "planning_memory",
+    "warming_up",
+)
+OTHER_CHECKS = ("inkstream_", "INKSTREAM_", "process_", "OTEL_")
+"""Names of metrics, which tests/repository/test_monitoring.py checks, and variables."""
 # Flags of programs in commands of the docs: docker, kubectl, pip, systemctl, torchrun, ...
 # fmt: off
 FLAGS = {
@@ -194,12 +207,58 @@ def _targets() -> frozenset[str]:
     return frozenset(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
+@cache
+def _code_words() -> tuple[frozenset[str], frozenset[str]]:
+    """Words of the code, and pairs of words with a dot between them; a class and a name in it are a pair, too."""
+    words, pairs = set[str](), set[str]()
+    for name in _files():
+        suffix = Path(name).suffix
+        if suffix in (READ | {".service"}) - {".md"} and name != HERE:
+            text = (ROOT / name).read_text()
+            words.update(re.findall(r"[A-Za-z_]\w*", text))
+            pairs.update(re.findall(r"(?=\b([A-Za-z_]\w*\.[A-Za-z_]\w*))", text))
+            if suffix == ".py":
+                classes = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef))
+                pairs.update(f"{each.name}.{member}" for each in classes for member in _members(each))
+    return frozenset(words), frozenset(pairs)
+
+
+def _members(each: ast.ClassDef) -> Iterator[str]:
+    for node in each.body:
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                yield name
+            case ast.AnnAssign(target=ast.Name(id=name)) | ast.Assign(targets=[ast.Name(id=name), *_]):
+                yield name
+
+
+def missing_identifiers(text: str) -> list[str]:
+    """Names in the code that prose quotes: `with_underscores`, `CamelCase`, `called()`, and each pair in `a.b.c`."""
+    words, pairs = _code_words()
+    wrong = []
+    for name, call in re.findall(r"`([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)(\([^`]*\))?`", text):
+        parts = name.split(".")
+        is_code = call or "_" in name or re.search("[a-z][A-Z]", name)
+        if (
+            len(parts) == 1
+            and is_code
+            and name not in words
+            and not name.startswith(OTHER_CHECKS)
+            and name not in FOREIGN_NAMES
+        ):
+            wrong.append(name)
+        if len(parts) > 1 and call:
+            wrong += [pair for pair in map(".".join, pairwise(parts)) if pair not in pairs]
+    return wrong
+
+
 CHECKS: dict[str, Callable[[str, Path], list[str]]] = {
     "paths": missing_paths,
     "modules": lambda text, _: missing_modules(text),
     "flags": lambda text, _: missing_flags(text),
     "variables": lambda text, _: missing_variables(text),
     "targets": lambda text, _: missing_targets(text),
+    "identifiers": lambda text, _: missing_identifiers(text),
 }
 
 
@@ -207,6 +266,8 @@ def _is_checked(kind: str, name: str) -> bool:
     """History may keep old names. Flags are checked only where they are ours: not in tests and container recipes."""
     if name in HISTORY:
         return kind == "paths"
+    if kind == "identifiers":
+        return name.endswith(".md")
     if kind == "flags":
         ours = ("app/", "model/", "benchmarks/", "docs/", "weights/", "README.md", "PERFORMANCE.md", "SECURITY.md")
         return name.startswith((*ours, "RELIABILITY.md", "deploy/")) and not name.endswith((".css", ".html", ".js"))
@@ -236,6 +297,12 @@ def test_everything_mentioned_exists(kind: str) -> None:
         ("flags", "`--weights` and --wights", ["--wights"]),
         ("flags", "a --gone--> b", []),
         ("variables", "INKSTREAM_WEIGHTS, INKSTREAM_WIGHTS", ["INKSTREAM_WIGHTS"]),
+        ("identifiers", "`service.gate.visit(caller)`, `RequestHandle.begin()`", ["service.gate", "gate.visit"]),
+        (
+            "identifiers",
+            "`read_body`, `read_boddy`, `RequestHandel`, `is_goone()`",
+            ["read_boddy", "RequestHandel", "is_goone"],
+        ),
         ("targets", "`make serve` and `make surf`", ["surf"]),
     ],
 )
@@ -246,7 +313,7 @@ def test_missing_names_are_detected(kind: str, text: str, found: list[str]) -> N
 def test_every_exception_is_needed() -> None:
     """Outdated exceptions must be removed; a few flags of other programs come and go with examples."""
     everything = "\n".join(text for _, _, text, is_prose in _all_texts() if is_prose)
-    assert [name for name in (*KNOWN, *DOTTED, *FLAGS) if name not in everything] == []
+    assert [name for name in (*KNOWN, *DOTTED, *FLAGS, *FOREIGN_NAMES) if name not in everything] == []
 
 
 def test_no_advice_installs_our_name_from_an_index() -> None:

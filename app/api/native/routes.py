@@ -250,16 +250,36 @@ async def complete(request: Request) -> Response:
     return _respond(stream, stream.attach())
 
 
+_LastEventId = Annotated[str | None, Header(description="Id of the last event that the client received.")]
+_After = Annotated[int | None, Query(ge=-1, description="Number of that event, for clients that cannot send headers.")]
+
+
 @router.get("/complete/{request_id}/events")
 async def resume(
-    request: Request,
-    request_id: str,
-    last_event_id: Annotated[str | None, Header(description="Id of the last event that the client received.")] = None,
-    after: Annotated[
-        int | None, Query(ge=-1, description="Number of that event, for clients that cannot send headers.")
-    ] = None,
+    request: Request, request_id: str, last_event_id: _LastEventId = None, after: _After = None
 ) -> Response:
     """Resume a stream after the last event that arrived. The text is the same as without the interruption."""
+    stream, number = _resumable(request, request_id, last_event_id, after)
+    record = record_of(request)
+    record.log_fields = stream.log_fields
+    if record.trace and stream.trace:
+        record.trace.link(stream.trace)
+    return _respond(stream, stream.reattach(tenant_of(request)), number)
+
+
+@router.head("/complete/{request_id}/events", include_in_schema=False)
+async def resume_headers(
+    request: Request, request_id: str, last_event_id: _LastEventId = None, after: _After = None
+) -> Response:
+    """Whether a stream can be resumed; takes it from no connection."""
+    stream, _ = _resumable(request, request_id, last_event_id, after)
+    return Response(headers={**stream.headers, **sse.HEADERS})
+
+
+def _resumable(
+    request: Request, request_id: str, last_event_id: str | None, after: int | None
+) -> tuple[ResumableStream, int]:
+    """The stream, and the number of the event to resume it from. Raises ApiError 400, 404."""
     stream = resume_store_of(request).find(request_id, owner_of(request))
     if not isinstance(stream, ResumableStream):
         raise ApiError(404, "there is no resumable stream with this id: send the request again", code="unknown_request")
@@ -271,11 +291,7 @@ async def resume(
         )
     if not stream.can_replay_from(number):
         raise ApiError(404, f"event {number} is no longer available: send the request again", code="events_gone")
-    record = record_of(request)
-    record.log_fields = stream.log_fields
-    if record.trace and stream.trace:
-        record.trace.link(stream.trace)
-    return _respond(stream, stream.reattach(tenant_of(request)), number)
+    return stream, number
 
 
 @router.delete("/complete/{request_id}", openapi_extra=documented(schemas.Cancellation))

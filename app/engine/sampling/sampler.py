@@ -193,7 +193,7 @@ def _penalize(values: StageValues, rows: RowParameters) -> None:
 
 
 def _mask(values: StageValues, rows: RowParameters) -> None:
-    """Applied after biases and penalties with the same result, since none of them raises -inf."""
+    """Comes after biases and penalties, whose clamp to finite numbers would allow a masked token again."""
     if rows.allowed_SX is not None:
         shifts = torch.arange(32, dtype=torch.int32, device=rows.allowed_SX.device)  # the lowest bit of a word first
         is_allowed_SX = (rows.allowed_SX[:, :, None] >> shifts & 1).bool().flatten(1)

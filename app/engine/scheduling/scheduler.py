@@ -323,7 +323,9 @@ class Scheduler:
     def _admit(self, sequence: Sequence) -> bool:
         """Allocates the blocks of a waiting sequence; False if too few are free."""
         is_final = sequence.preemptions >= self.limits.max_preemptions  # never preempted again
-        length = sequence.max_length if is_final else len(sequence.tokens)
+        length = len(sequence.tokens)
+        if is_final:  # the last token takes no block, unless the model has to say whether it ends a grammar
+            length = max(length, sequence.max_length - (not sequence.request.grammar))
         # Keep one spare block per running sequence, so that growing one does not preempt the newly admitted sequence.
         is_admitted = self._allocator.admit(sequence, length, spare=0 if is_final else len(self.running))
         if is_admitted:

@@ -35,7 +35,10 @@ def allowed_tokens(row: SamplingInput, vocab: int) -> set[int]:
 
 
 def adjusted(logits: list[float], row: SamplingInput) -> list[float]:
-    """Logits after the grammar mask, the ban on stop tokens (min_tokens), biases and penalties."""
+    """Logits after biases and penalties, the grammar mask and the ban on stop tokens (min_tokens).
+
+    Bans first here: what is banned is never changed, so that no rounding can allow it again.
+    """
     p, generated = row.params, list(row.tokens)[row.n_prompt :]
     allowed = allowed_tokens(row, len(logits))
     free = allowed - set(row.stop_ids) if len(generated) < p.min_tokens else allowed
