@@ -26,7 +26,8 @@ from app.http.auth import AuthMiddleware, public_routes
 from app.http.connection_limits import ConnectionLimits, HttpLimits
 from app.http.host_filter import CorsMiddleware, HostFilter
 from app.http.idempotency import IdempotencyMiddleware
-from app.http.request_log import RequestCounts, RequestLogMiddleware
+from app.http.incoming_bodies import IncomingBodies
+from app.http.request_log import RequestLogMiddleware
 from app.serving.hot_reload import HotReload
 from app.serving.instance_factory import open_instance
 from app.serving.kernel_prebuild import build_for_next_start
@@ -100,7 +101,8 @@ def create_app(
         lifespan=lifespan,
     )
     app.state.connections = connections = ConnectionLimits(connection_limits(settings))
-    _add_middleware(app, settings, connections.requests, tracing)
+    app.state.incoming_bodies = IncomingBodies(settings.body_timeout / 2)
+    _add_middleware(app, settings, connections, tracing)
     request_log.install(app)
     _add_routes(app, settings)
     return app
@@ -116,22 +118,24 @@ def _add_routes(app: FastAPI, settings: Settings) -> None:
     app.state.pages = static_pages.Pages(settings.compared_origins)
 
 
-def _add_middleware(app: FastAPI, settings: Settings, counts: RequestCounts, tracing: Tracing | None) -> None:
+def _add_middleware(app: FastAPI, settings: Settings, connections: ConnectionLimits, tracing: Tracing | None) -> None:
     """Adds the middleware, which runs before routing; the last one added runs first."""
     keys = ApiKeys(settings.keys_file) if settings.keys_file else None
     app.state.key_names = (lambda: keys.names) if keys else tuple
     app.add_middleware(
         IdempotencyMiddleware,
+        bodies=app.state.incoming_bodies,
         max_body_bytes=settings.max_body_bytes,
         replay_bytes=settings.resume_bytes,
         seconds=settings.resume_seconds,
         quotas=RepeatQuotas(),
     )
-    app.add_middleware(AuthMiddleware, keys=keys, public=public_routes([health.router, static_pages.router]))
+    public = public_routes([health.router, static_pages.router])
+    app.add_middleware(AuthMiddleware, keys=keys, public=public, best_effort=connections.best_effort)
     if settings.origins:
         app.add_middleware(CorsMiddleware, origins=settings.origins)
     app.add_middleware(HostFilter, allowed=settings.host_names)
-    app.add_middleware(RequestLogMiddleware, counts=counts, tracing=tracing)
+    app.add_middleware(RequestLogMiddleware, counts=connections.requests, tracing=tracing)
 
 
 def connection_limits(settings: Settings) -> HttpLimits:

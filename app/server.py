@@ -24,6 +24,7 @@ from app.common.start_signals import HeldHangup, has_terminal
 from app.engine_client.supervisor import EngineStopped
 from app.http.connection_limits import ConnectionLimits
 from app.http.http_protocol import HttpProtocol
+from app.http.listener import Listener
 from app.main import create_app
 from app.serving.model_instance import ModelInstance
 from app.serving.service import Service
@@ -55,10 +56,15 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Returns once the application's lifespan has started."""
-        await super().startup(sockets)
+        await super().startup(sockets=[])
         assert isinstance(self.config.app, FastAPI)
+        assert sockets
         self._service: Service = self.config.app.state.service
         self._connections: ConnectionLimits = self.config.app.state.connections
+        protocol = functools.partial(
+            HttpProtocol, self._connections, self.config, self.server_state, self.lifespan.state, None
+        )
+        self._listener = Listener(sockets[0], self.config.backlog, protocol, self._connections.best_effort)
         if self.has_pending_hangup and (reloader := getattr(self.config.app.state, "reloader", None)):
             reloader.request_reload()
         self._watch_task = asyncio.create_task(self._watch_engine())
@@ -71,8 +77,7 @@ class _Server(uvicorn.Server):
         for connection in self._open_connections:
             connection.shutdown()
         await self._drain()
-        for server in self.servers:
-            server.close()
+        self._listener.close()
         for connection in self._open_connections:
             connection.abort()
         if self.server_state.tasks:
@@ -139,8 +144,8 @@ async def run(
     app = create_app(settings, instance, tracing)
     # Objects that exist now are permanent: a full collection that scans them stalls every stream for tens of ms.
     gc.freeze()
-    connection = cast(type[asyncio.Protocol], functools.partial(HttpProtocol, app.state.connections))
-    config = uvicorn.Config(app, log_config=None, access_log=False, server_header=False, http=connection, ws="none")
+    protocol = cast(type[asyncio.Protocol], HttpProtocol)
+    config = uvicorn.Config(app, log_config=None, access_log=False, server_header=False, http=protocol, ws="none")
     host, port = listener.getsockname()[:2]
     server = _Server(config, (host, port))
     loop = asyncio.get_running_loop()

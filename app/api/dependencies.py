@@ -20,8 +20,9 @@ from app.api.resume_store import ResumeStore
 from app.common.errors import RateLimitExceeded
 from app.http.auth import tenant_of
 from app.http.errors import ApiError, from_validation
+from app.http.incoming_bodies import IncomingBodies
 from app.http.json_encoding import utf8_json
-from app.http.request_body import read_json_body
+from app.http.request_body import json_body
 from app.http.response_model import ResponseModel, json_schema
 from app.http.sse import until_disconnect
 from app.serving.service import Service
@@ -134,8 +135,10 @@ async def read_body(request: Request, model: type[_Body]) -> _Body:
 async def _read_body(request: Request, model: type[_Body]) -> _Body:
     service = service_of(request)
     service.admission.check_requests(tenant_of(request))
-    body = await read_json_body(request, service.settings.max_body_bytes)
-    async with service.loop_share.parsing(body, WorkAccount(tenant_of(request).cache_namespace)):
+    account = WorkAccount(tenant_of(request).cache_namespace)
+    bodies: IncomingBodies = request.app.state.incoming_bodies
+    reading = json_body(request, service.settings.max_body_bytes, bodies)
+    async with reading as body, service.loop_share.parsing(body, account):
         try:
             return model.model_validate_json(utf8_json(body))
         except ValidationError as error:

@@ -2,14 +2,14 @@
 
 The check runs before routing and before any byte of the body is read, and does not parse paths itself: a request
 without a key passes only if the router would dispatch exactly this request to a public route. Everything else gets a
-401, so that new routes are private by default.
+401, so that new routes are private by default. Both wait for a turn while requests of keys run.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
 from starlette.routing import BaseRoute, Match, Route
@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.access.api_keys import ApiKeys
 from app.access.rate_limiter import ANONYMOUS, Tenant
+from app.http.best_effort import BestEffortTurns
 from app.http.errors import ApiError
 from app.http.request_log import record_of, respond
 
@@ -42,10 +43,17 @@ def public_routes(routers: Sequence[APIRouter]) -> tuple[BaseRoute, ...]:
 class AuthMiddleware:
     """ASGI middleware. Without `keys` all clients share one tenant."""
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys | None, public: Sequence[BaseRoute]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: ApiKeys | None,
+        public: Sequence[BaseRoute],
+        best_effort: BestEffortTurns | None = None,
+    ) -> None:
         self.app = app
         self._keys = keys
         self._public = public
+        self._best_effort = best_effort or BestEffortTurns()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -60,19 +68,31 @@ class AuthMiddleware:
         if isinstance(result, Tenant):
             scope[_SCOPE_KEY] = result
             record_of(Request(scope)).key = result.name or None
-        elif not self._is_public(scope):
+        is_public = bool(self._keys) and self._is_public(scope)
+        if is_public or not isinstance(result, Tenant):
+            await self._best_effort.turn(scope["client"][0] if scope["client"] else "")
+        if is_public:
+            await self.app(scope, receive, send)
+        elif isinstance(result, Tenant):
+            with self._best_effort.paying():
+                await self.app(scope, receive, send)
+        else:
             await respond(Request(scope), result)(scope, receive, send)
-            return
-        await self.app(scope, receive, send)
 
     def _is_public(self, scope: Scope) -> bool:
-        return any(route.matches(scope)[0] is Match.FULL for route in self._public)
+        is_read = scope["method"] in ("GET", "HEAD")  # all that public routes answer, and cheaper to check
+        return is_read and any(route.matches(scope)[0] is Match.FULL for route in self._public)
 
 
 def tenant_of(request: Request) -> Tenant:
     """The tenant that AuthMiddleware authenticated. Not for public routes, which are not authenticated."""
     tenant: Tenant = request.scope[_SCOPE_KEY]
     return tenant
+
+
+def is_authenticated(scope: Mapping[str, Any]) -> bool:
+    """Whether AuthMiddleware accepted the API key of this request, or there are no keys."""
+    return _SCOPE_KEY in scope
 
 
 def owner_of(request: Request) -> str:

@@ -32,6 +32,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 
 from app.common.event_loop import LazyTimer
 from app.common.operating_system import RESERVED_CONNECTIONS
+from app.http.best_effort import BestEffortTurns
 from app.http.errors import ApiError
 from app.http.request_log import RequestCounts
 
@@ -140,6 +141,10 @@ class HttpLimits:
     """From a request's headers to the last byte of its response, however slowly its client sends and reads."""
     linger_seconds: float = 2.0
     """For reading the rest of a rejected request, so that a reset does not discard the response."""
+    discarded_bytes: int = 1 << 20
+    """Input that is read after a response and discarded: the rest of the body, then what comes while lingering."""
+    parse_seconds: float = 0.0005
+    """Time of the event loop for parsing the input of one request; beyond it the connection waits for turns."""
     reserve_seconds: float = 2.0
     """For the headers on a connection in the reserve."""
     max_pipelined: int = 16
@@ -156,6 +161,8 @@ class ConnectionLimits:
         """Number of rejected or aborted connections by reason, a label of the metric inkstream_connections_cut."""
         self.requests = RequestCounts()
         """Finished requests of all connections, for the metric inkstream_http_requests."""
+        self.best_effort = BestEffortTurns()
+        """Turns for requests without a key, and for input that is costly to parse."""
         self._open: dict[asyncio.Transport, str] = {}
         """Addresses of the connections within the limits; an evicted one is removed before it closes."""
         self._by_address: Counter[str] = Counter()
@@ -319,6 +326,13 @@ _MIN_READ_BYTES = 1024
 """Bytes that a slow reader must take within the timeout; a client that takes fewer has stalled."""
 
 
+class ReadBlock(enum.Enum):
+    """Why a connection is not read, whatever the application asks for."""
+
+    QUEUE = "the body of a queued request, or what follows a rejected one"
+    TURN = "input that waits for a turn to be parsed"
+
+
 class ConnectionFlowControl(FlowControl):
     """uvicorn's flow control, plus a block on reading that the application cannot override, and stall detection."""
 
@@ -328,24 +342,24 @@ class ConnectionFlowControl(FlowControl):
         transport.set_write_buffer_limits(high=0)
         self._socket = transport.get_extra_info("socket")
         self._write_seconds = write_seconds
-        self._is_blocked = False
+        self._blocks: set[ReadBlock] = set()
         self._unacknowledged = 0
         self.write_deadline = math.inf
         """Deadline of the client's next read in seconds of time.monotonic(); infinite while no output is pending."""
 
     def resume_reading(self) -> None:
         """Resumes reading, unless it is blocked."""
-        if not self._is_blocked:
+        if not self._blocks:
             super().resume_reading()
 
-    def block_reading(self) -> None:
-        """Stops reading until unblock_reading()."""
-        self._is_blocked = True
+    def block_reading(self, reason: ReadBlock) -> None:
+        """Stops reading until unblock_reading() for this reason."""
+        self._blocks.add(reason)
         self.pause_reading()
 
-    def unblock_reading(self) -> None:
-        """Resumes reading after block_reading()."""
-        self._is_blocked = False
+    def unblock_reading(self, *reasons: ReadBlock) -> None:
+        """Resumes reading, unless it is blocked for another reason."""
+        self._blocks.difference_update(reasons)
         self.resume_reading()
 
     def pause_writing(self) -> None:

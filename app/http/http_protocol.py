@@ -24,19 +24,22 @@ import httptools
 from starlette.types import Scope
 from uvicorn._types import ASGI3Application
 from uvicorn.config import Config
-from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from app.http.auth import is_authenticated
+from app.http.best_effort import CONNECTION_SECONDS, REQUEST_SECONDS
 from app.http.connection_limits import (
     ConnectionFlowControl,
     ConnectionLimits,
     ConnectionTimeouts,
+    ReadBlock,
     ReceivePhase,
     RequestLimits,
 )
 from app.http.errors import ApiError
 from app.http.host_filter import TARGET_HOST_KEY
+from app.http.incoming_bodies import SMALL_BODY
 from app.http.request_log import RejectConnection, early_response
 from app.http.sse import BODY_WRITER, BodyWriter
 
@@ -53,16 +56,14 @@ UVICORN_INTERNALS = {
     "uvicorn.protocols.http.flow_control.FlowControl": (
         "_transport pause_reading pause_writing resume_reading resume_writing write_paused"
     ),
-    "uvicorn.config.Config": "app get_loop_factory",
-    "uvicorn.server.Server": (
-        "capture_signals config lifespan server_state servers should_exit shutdown started startup"
-    ),
+    "uvicorn.config.Config": "app backlog get_loop_factory",
+    "uvicorn.server.Server": ("capture_signals config lifespan server_state should_exit shutdown started startup"),
     "uvicorn.server.ServerState": "connections default_headers tasks total_requests",
     "httptools.HttpRequestParser": "feed_data get_http_version get_method set_dangerous_leniencies should_upgrade",
 }
 """What app/http and app/server.py override, call or read of uvicorn's and httptools' undocumented code, by class.
 
-app/common/event_loop.py uses get_loop_factory(), and app/http also HIGH_WATER_LIMIT and STATUS_LINE.
+app/common/event_loop.py uses get_loop_factory(), and app/http also STATUS_LINE.
 tests/http/test_uvicorn_internals.py fails where this list is incomplete, or where a release changes a file of it.
 """
 _VERSIONS = ("1.1", "1.0")
@@ -71,6 +72,9 @@ _FORBIDDEN_TRAILERS = frozenset((b"connection", b"content-length", b"host", b"tr
 """Fields that change how a message is framed or routed (RFC 9110, 6.5.1); llhttp would act on some of them."""
 _PIECE_BYTES = 16384
 """Input is parsed in pieces, because RequestLimits does not count what follows the parser's last event in a piece."""
+_COSTLY_PIECE_BYTES = 2048
+"""Size of the next piece after a costly one, such as one of many tiny chunks, each of which is an event."""
+_COSTLY_SECONDS = 0.0001
 _HEAD_CALLBACKS = ("on_message_begin", "on_url", "on_header", "on_headers_complete")
 
 
@@ -144,6 +148,14 @@ class HttpProtocol(HttpToolsProtocol):
         self._request_limits = RequestLimits(connections.limits)
         self._running: RequestResponseCycle | None = None
         self._is_last, self._response_deadline = False, 0.0
+        self._unparsed = b""
+        """Input that waits for a turn; the connection is not read meanwhile."""
+        self._parse_seconds = 0.0
+        """Spent on input since the connection's last response or turn."""
+        self._is_trusted = False
+        """Whether the last request had an API key; input of other connections waits if there is much of it."""
+        self._discarded_bytes = 0
+        """Of the rest of a body whose response is complete, and then of what comes while the connection lingers."""
         self._has_old_deadline = False
         """Whether the parser's events ask for another deadline: most packets hold a whole request, which needs one."""
 
@@ -152,7 +164,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self.flow = ConnectionFlowControl(transport, self._limits.write_seconds)
         self._timeouts = ConnectionTimeouts(self.flow, self._on_input_timeout, self._cut)
-        self._is_within_limits = self._connections.register(transport, self.client[0] if self.client else "")
+        self._is_within_limits = self._connections.register(transport, self._address)
         if not self._is_within_limits:
             self.app = RejectConnection(self.app, self._connections.requests)
         self._timeouts.set_deadline(
@@ -162,6 +174,10 @@ class HttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Notifies the application and stops all timers."""
         super().connection_lost(exc)
+        best_effort = self._connections.best_effort
+        best_effort.cancel(self._address, self._on_turn)
+        if not (self._is_trusted or (self._running and is_authenticated(self._running.scope))):
+            best_effort.charge(CONNECTION_SECONDS)
         if self._is_busy:  # uvicorn notifies only the request that was parsed last, which may be queued behind this one
             self._running.disconnected = True  # type: ignore[union-attr]
             self._running.message_event.set()  # type: ignore[union-attr]
@@ -177,15 +193,20 @@ class HttpProtocol(HttpToolsProtocol):
         return True
 
     def data_received(self, data: bytes) -> None:
-        """Parses `data` within the limits."""
+        """Parses `data` within the limits, or what is left of it in later turns."""
         if self._request_limits.phase is ReceivePhase.LINGER:
-            return
+            self._discard(len(data))
+        elif self._unparsed:
+            self._unparsed += data
+        elif self._must_wait:
+            self._wait_for_turn(data)
+        else:
+            self._parse_input(data)
+
+    def _parse_input(self, data: bytes) -> None:
         self._begin_request()
         try:
-            for start in range(0, len(data), _PIECE_BYTES):
-                self._request_limits.before_parsing(min(_PIECE_BYTES, len(data) - start))
-                self._parse(data[start : start + _PIECE_BYTES])
-                self._request_limits.after_parsing()
+            self._parse_pieces(data)
             self._update_old_deadline()
             if self._request_limits.phase is ReceivePhase.HEAD and not self._is_busy:
                 self._connections.mark_idle(self.transport, ReceivePhase.HEAD)
@@ -197,6 +218,59 @@ class HttpProtocol(HttpToolsProtocol):
         except ApiError as error:
             self._reject(error)
 
+    def _parse_pieces(self, data: bytes) -> None:
+        position, size, started = 0, _PIECE_BYTES, time.perf_counter()
+        while position < len(data):
+            if self._parse_seconds > self._limits.parse_seconds:
+                self._wait_for_turn(data[position:])
+                return
+            piece = data[position : position + size]
+            position += len(piece)
+            self._request_limits.before_parsing(len(piece))
+            self._parse(piece)
+            self._request_limits.after_parsing()
+            if self._is_receiving_body and self.cycle.response_complete:
+                self._discard(len(piece))
+                if self._request_limits.phase is ReceivePhase.LINGER:
+                    return
+            now = time.perf_counter()
+            size = _PIECE_BYTES if now - started < _COSTLY_SECONDS else _COSTLY_PIECE_BYTES
+            self._parse_seconds += now - started
+            started = now
+
+    @property
+    def _must_wait(self) -> bool:
+        if self._is_trusted or self._request_limits.phase is ReceivePhase.BODY:
+            return False
+        return self._connections.best_effort.is_exhausted
+
+    def _wait_for_turn(self, data: bytes) -> None:
+        if self._connections.best_effort.is_full:
+            self._cut("full")
+            return
+        self._unparsed = data
+        self.flow.block_reading(ReadBlock.TURN)
+        self._connections.best_effort.charge(self._parse_seconds)
+        self._connections.best_effort.request(self._address, self._on_turn)
+
+    def _on_turn(self) -> None:
+        data, self._unparsed, self._parse_seconds = self._unparsed, b"", 0.0
+        if self.transport.is_closing() or self._request_limits.phase is ReceivePhase.LINGER:
+            return
+        self._parse_input(data)
+        if not self._unparsed:
+            self.flow.unblock_reading(ReadBlock.TURN)
+
+    def _discard(self, size: int) -> None:
+        """Counts input that nothing will use, and closes the connection if there is too much of it."""
+        self._discarded_bytes += size
+        if self._discarded_bytes <= self._limits.discarded_bytes:
+            return
+        if self._request_limits.phase is ReceivePhase.LINGER:
+            self.abort()
+        else:
+            self._linger()
+
     def pause_writing(self) -> None:
         """The socket buffer is full: sets the deadline for the client's next read."""
         super().pause_writing()
@@ -205,6 +279,7 @@ class HttpProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Start of a request, which may be pipelined in the same packet as the previous one."""
         super().on_message_begin()
+        self._discarded_bytes = 0
         self._begin_request()
         self._request_limits.begin_headers()
 
@@ -242,8 +317,10 @@ class HttpProtocol(HttpToolsProtocol):
         """A chunk of body data; stops reading if the request is queued, to bound its buffer."""
         super().on_body(body)
         self._request_limits.record_body()
-        if self.cycle is not self._running and len(self.cycle.body) > HIGH_WATER_LIMIT:
-            self.flow.block_reading()
+        if len(self.cycle.body) > SMALL_BODY and not self.cycle.response_complete:
+            self.flow.pause_reading()  # until the application asks for more; uvicorn's own limit is 64 KiB
+            if self.cycle is not self._running:
+                self.flow.block_reading(ReadBlock.QUEUE)
 
     def on_message_complete(self) -> None:
         """The request is complete, or its head if it offers an upgrade."""
@@ -259,13 +336,16 @@ class HttpProtocol(HttpToolsProtocol):
         """Starts the next queued request, if there is one."""
         self.server_state.total_requests += 1
         assert self._running
+        self._running.body.clear()  # what the application did not read
+        self._parse_seconds = 0.0
+        self._is_trusted = is_authenticated(self._running.scope)
         cast(dict[str, Any], self._running.scope).pop(BODY_WRITER, None)  # it was a reference cycle
         if self.transport.is_closing() or self._request_limits.phase is ReceivePhase.LINGER:
             return
         if self._is_receiving_body and self._is_last:
             self._linger()
             return
-        self.flow.unblock_reading()
+        self.flow.unblock_reading(ReadBlock.QUEUE)
         if self._is_receiving_body:
             # The response kept the connection, so the rest of the body has as much time as any body. Meanwhile the
             # connection may be evicted, like one that lingers.
@@ -315,6 +395,10 @@ class HttpProtocol(HttpToolsProtocol):
             await cycle.send(message)
 
         return lambda scope, receive, _send: app(scope, receive, send)
+
+    @property
+    def _address(self) -> str:
+        return self.client[0] if self.client else ""
 
     @property
     def _is_busy(self) -> bool:
@@ -406,7 +490,7 @@ class HttpProtocol(HttpToolsProtocol):
             # Earlier requests are still being answered: the running one may finish, queued ones are dropped.
             self.pipeline.clear()
             self._running.keep_alive = False  # type: ignore[union-attr]
-            self.flow.block_reading()
+            self.flow.block_reading(ReadBlock.QUEUE)
             self._request_limits.phase = ReceivePhase.LINGER
         else:
             self._send_error(error)
@@ -414,6 +498,7 @@ class HttpProtocol(HttpToolsProtocol):
     def _send_error(self, error: ApiError) -> None:
         scope = cast(Scope, self.cycle.scope) if self._is_busy else None
         headers, counts = self.server_state.default_headers, self._connections.requests
+        self._connections.best_effort.charge(REQUEST_SECONDS)
         self.transport.write(early_response(error, scope, headers, counts))
         if self._is_busy:  # the application sees a disconnect, and its next receive() writes no 100 Continue
             self.cycle.disconnected = True
@@ -424,7 +509,8 @@ class HttpProtocol(HttpToolsProtocol):
     def _linger(self) -> None:
         """Discards input for a moment, then closes the connection."""
         self._request_limits.phase = ReceivePhase.LINGER
+        self._discarded_bytes, self._unparsed = 0, b""
         self._connections.mark_idle(self.transport, ReceivePhase.LINGER)
-        self.flow.unblock_reading()
+        self.flow.unblock_reading(*ReadBlock)
         self.transport.write_eof()
         self._timeouts.set_deadline(self._limits.linger_seconds)

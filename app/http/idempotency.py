@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import deque
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, AsyncExitStack
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -21,9 +21,11 @@ from fastapi import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.access.owner_shares import OwnerShares
-from app.common.errors import RateLimitExceeded
+from app.common.errors import EngineError, RateLimitExceeded
 from app.http.auth import owner_of
 from app.http.errors import ApiError, from_engine
+from app.http.incoming_bodies import IncomingBodies
+from app.http.request_body import body_read_before
 from app.http.request_log import record_of, respond
 from app.http.sse import BODY_WRITER, until_disconnect
 
@@ -32,7 +34,6 @@ _MAX_FINISHED = 256
 _MAX_CUT = 256
 _TRY_AGAIN = (429, 503)
 """Statuses of a resumption that may succeed later."""
-_NO_BODY: Message = {"type": "http.request", "body": b"", "more_body": False}
 _Name = tuple[str, str, bytes]
 """Owner, path, and value of the header."""
 
@@ -60,13 +61,23 @@ class IdempotencyMiddleware:
     """ASGI middleware, inside authentication.
 
     Args:
-        max_body_bytes: longer bodies go to the application as they are, which rejects them.
+        bodies: memory for bodies that are arriving.
+        max_body_bytes: longer bodies get 413.
         replay_bytes: longer responses are not kept: a request with such a key gets 409 while it runs, later a new one.
         seconds: how long a finished response is kept; at most 256 are, and of them each owner has its share.
     """
 
-    def __init__(self, app: ASGIApp, *, max_body_bytes: int, replay_bytes: int, seconds: float, quotas: Quotas) -> None:
-        self._app, self._quotas = app, quotas
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        bodies: IncomingBodies,
+        max_body_bytes: int,
+        replay_bytes: int,
+        seconds: float,
+        quotas: Quotas,
+    ) -> None:
+        self._app, self._bodies, self._quotas = app, bodies, quotas
         self._max_body_bytes, self._replay_bytes, self._seconds = max_body_bytes, replay_bytes, seconds
         self._exchanges: dict[_Name, _Exchange] = {}
         self._finished: dict[_Name, asyncio.TimerHandle] = {}
@@ -84,33 +95,42 @@ class IdempotencyMiddleware:
             message = f"send one header Idempotency-Key of 1 to {_MAX_KEY_LENGTH} characters"
             await respond(request, ApiError(400, message, param="Idempotency-Key"))(scope, receive, send)
             return
-        messages = await self._read_body(receive)
-        if messages[-1].get("more_body", True):  # too long, or the client has disconnected
-            await self._app(scope, _replaying(messages, receive), send)
-            return
-        digest = hashlib.sha256(b"".join(message["body"] for message in messages)).digest()
-        name = owner_of(request), scope["path"], values[0]
-        cut = self._cut.get(name)
-        exchange = self._exchanges.get(name)
-        known = cut.digest if cut else digest
-        if error := exchange.reason_against(digest) if exchange else _reason_against(known, digest):
-            await respond(request, error)(scope, receive, send)
-            return
-        with ExitStack() as stack:
+        await self._once(values[0], scope, receive, send)
+
+    async def _once(self, key: bytes, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope)
+        async with AsyncExitStack() as stack:
+            try:
+                reading = body_read_before(scope, receive, self._max_body_bytes, self._bodies)
+                body = await stack.enter_async_context(reading)
+            except (ApiError, EngineError) as error:
+                await _refuse(request, error, scope, receive, send)
+                return
+            digest = hashlib.sha256(body).digest()
+            name = owner_of(request), scope["path"], key
+            cut = self._cut.get(name)
+            exchange = self._exchanges.get(name)
+            known = cut.digest if cut else digest
+            if reason := exchange.reason_against(digest) if exchange else _reason_against(known, digest):
+                await respond(request, reason)(scope, receive, send)
+                return
+            if exchange or cut:
+                body.clear()
+                await stack.aclose()
+                record_of(request).outcome = "replayed"
+                send = _with_header(send, (b"idempotent-replayed", b"true"))
             try:
                 if name in self._finished:
                     stack.enter_context(self._quotas.repeated(request))
                 elif exchange:
                     self._quotas.joined(request)
             except RateLimitExceeded as refused:
-                await respond(request, from_engine(refused))(scope, receive, send)
+                await _refuse(request, refused, scope, receive, send)
                 return
-            if exchange or cut:
-                record_of(request).outcome = "replayed"
-                send = _with_header(send, (b"idempotent-replayed", b"true"))
             if exchange is None:
-                inner, messages = (_resumption(scope, cut.stream_id), [_NO_BODY]) if cut else (scope, messages)
-                exchange = _Exchange(self._app, inner, messages, digest, self._replay_bytes)
+                inner = _resumption(scope, cut.stream_id) if cut else scope
+                exchange = _Exchange(self._app, inner, bytes(body), digest, self._replay_bytes)
+                body.clear()
                 exchange.resumed_id = cut.stream_id if cut else ""
                 self._exchanges[name] = exchange
             try:
@@ -119,18 +139,6 @@ class IdempotencyMiddleware:
                 scope["route"] = exchange.scope.get("route")  # for the request log
                 if not exchange.positions:
                     await self._release(name, exchange)
-
-    async def _read_body(self, receive: Receive) -> list[Message]:
-        """The messages of the body, of which the last has `more_body` if it is too long."""
-        messages: list[Message] = []
-        size = 0
-        while size <= self._max_body_bytes:
-            message = await receive()
-            messages.append(message)
-            size += len(message.get("body", b""))
-            if not message.get("more_body", False):
-                break
-        return messages
 
     async def _release(self, name: _Name, exchange: _Exchange) -> None:
         """Called when the last connection is gone: keeps a complete response, cancels an incomplete one."""
@@ -169,7 +177,7 @@ class _Exchange:
     Up to `replay_bytes` of the response are kept. A connection that falls further behind than that ends incomplete.
     """
 
-    def __init__(self, app: ASGIApp, scope: Scope, body: list[Message], digest: bytes, replay_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, scope: Scope, body: bytes, digest: bytes, replay_bytes: int) -> None:
         self.scope = {key: value for key, value in scope.items() if key != BODY_WRITER}
         self.digest = digest
         self.positions: dict[object, int] = {}
@@ -276,18 +284,23 @@ def _reason_against(known: bytes, digest: bytes) -> ApiError | None:
     return ApiError(400, message, param="Idempotency-Key", code="idempotency_key_reused")
 
 
+async def _refuse(request: Request, error: ApiError | EngineError, scope: Scope, receive: Receive, send: Send) -> None:
+    response = respond(request, error if isinstance(error, ApiError) else from_engine(error))
+    await response(scope, receive, send)
+
+
 def _resumption(scope: Scope, stream_id: str) -> Scope:
     """The request that resumes a native stream from its start."""
     path = f"/complete/{stream_id}/events"
     return {**scope, "method": "GET", "path": path, "raw_path": path.encode("ascii"), "query_string": b"after=-1"}
 
 
-def _replaying(messages: list[Message], receive: Receive) -> Receive:
-    """`receive` after these messages."""
-    rest = iter(messages)
+def _replaying(body: bytes, receive: Receive) -> Receive:
+    """`receive` after this body, which it does not keep."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replay() -> Message:
-        return next(rest, None) or await receive()
+        return messages.pop() if messages else await receive()
 
     return replay
 

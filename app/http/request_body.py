@@ -1,14 +1,20 @@
-"""Request body: reads a JSON body within the limits on its type, size and number of lists and objects."""
+"""Request body: reads a JSON body within the limits on its type, size, memory and number of lists and objects."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 
 from fastapi import Request
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope
 
 from app.common.fault_injection import fault
+from app.http.auth import tenant_of
 from app.http.errors import ApiError
+from app.http.incoming_bodies import SMALL_BODY, IncomingBodies
 
 MAX_CONTAINERS = 32_768
 """Lists and objects in a JSON body. Each becomes a Python object: a megabyte of the smallest took 0.2 s and 80 MB."""
@@ -18,15 +24,43 @@ _NOT_JSON = (
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 
 
-async def read_json_body(request: Request, limit: int) -> bytearray:
-    """The undecoded JSON body, of at most `limit` bytes. Raises ApiError 400, 413, 415."""
+_RESERVATION_KEY = "inkstream_body_reservation"
+
+
+@asynccontextmanager
+async def json_body(request: Request, limit: int, bodies: IncomingBodies) -> AsyncIterator[bytearray]:
+    """Provides the undecoded JSON body, of at most `limit` bytes, whose memory stays reserved until the block ends.
+
+    Raises ApiError 400, 413, 415, RateLimitExceeded.
+    """
     _check_headers(request)
-    body = await _read_limited(request, limit)
-    fault("api.validate", body)
-    if has_too_many_containers(body):
-        message = f"the body holds more than {MAX_CONTAINERS} lists and objects: split it into several requests"
-        raise ApiError(400, message, code="too_many_parts")
-    return body
+    _check_declared(request.headers, limit)
+    async with AsyncExitStack() as reservation:
+        if read_before := request.scope.pop(_RESERVATION_KEY, None):
+            reservation.push_async_callback(read_before.aclose)
+        body = await _read_limited(request, limit, bodies, None if read_before else reservation)
+        fault("api.validate", body)
+        if has_too_many_containers(body):
+            message = f"the body holds more than {MAX_CONTAINERS} lists and objects: split it into several requests"
+            raise ApiError(400, message, code="too_many_parts")
+        yield body
+
+
+@asynccontextmanager
+async def body_read_before(
+    scope: Scope, receive: Receive, limit: int, bodies: IncomingBodies
+) -> AsyncIterator[bytearray]:
+    """Provides the body to a middleware that reads it before the application.
+
+    json_body() takes over the reservation of its memory, if the application calls it inside the block.
+    Raises ApiError 400, 413, RateLimitExceeded.
+    """
+    request = Request(scope, receive)
+    _check_declared(request.headers, limit)
+    async with AsyncExitStack() as reservation:
+        body = await _read_limited(request, limit, bodies, reservation)
+        scope[_RESERVATION_KEY] = reservation
+        yield body
 
 
 def has_too_many_containers(body: bytes | bytearray) -> bool:
@@ -45,16 +79,29 @@ def _check_headers(request: Request) -> None:
         raise ApiError(415, message, headers={"Accept-Encoding": "identity"})
 
 
-async def _read_limited(request: Request, limit: int) -> bytearray:
-    declared = request.headers.get("content-length", "")
+def _check_declared(headers: Headers, limit: int) -> None:
+    declared = headers.get("content-length", "")
     if declared.isdecimal() and int(declared[:20]) > limit:
         raise _too_large(limit)
+
+
+async def _read_limited(
+    request: Request, limit: int, bodies: IncomingBodies, reservation: AsyncExitStack | None
+) -> bytearray:
+    """Reads the body; `reservation` gets the memory that a body needs which is not small."""
+    tenant = tenant_of(request).cache_namespace
+    size = int(request.headers.get("content-length") or 0)
+    if reservation:
+        await reservation.enter_async_context(bodies.reserved(tenant, size))
     body = bytearray()
     try:
         async for chunk in request.stream():
             body += chunk
             if len(body) > limit:
                 raise _too_large(limit)
+            if reservation and not size and len(body) > SMALL_BODY:  # a chunked body, whose length nobody declared
+                size = limit
+                await reservation.enter_async_context(bodies.reserved(tenant, limit))
     except ClientDisconnect:
         raise ApiError(400, "the connection closed before the end of the body") from None
     return body

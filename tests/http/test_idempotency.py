@@ -14,6 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 from app.common.errors import RateLimitExceeded
 from app.http.auth import AuthMiddleware
 from app.http.idempotency import IdempotencyMiddleware
+from app.http.incoming_bodies import IncomingBodies
 from app.http.request_log import RequestLogMiddleware
 from tests.support.async_test import async_test
 
@@ -129,6 +130,7 @@ def _stack(
 ) -> Any:
     inner = IdempotencyMiddleware(
         app,
+        bodies=IncomingBodies(5.0),
         max_body_bytes=max_body_bytes,
         replay_bytes=replay_bytes,
         seconds=seconds,
@@ -282,12 +284,11 @@ async def test_the_application_waits_for_a_slow_reader() -> None:
 
 
 @async_test
-async def test_body_beyond_the_limit_reaches_the_application_complete() -> None:
+async def test_body_beyond_the_limit_is_refused() -> None:
     app = _Application()
-    app.step(2)
     client = _Client(_stack(app, max_body_bytes=3), body=b"12345678")
     await client.task
-    assert (app.bodies, client.text) == ([b"12345678"], b"onetwo")
+    assert app.bodies == [] and b'"code":"body_too_large"' in client.text
 
 
 @pytest.mark.parametrize("key", ["", "k" * 256])

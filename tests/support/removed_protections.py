@@ -120,6 +120,22 @@ async def _compute_on_the_loop(_real: Any, result: Any) -> Any:
     return result._compute()
 
 
+@_removal("best_effort.unlimited", "app.http.http_protocol", "HttpProtocol._wait_for_turn")
+def _parse_without_a_turn(_real: Any, protocol: Any, data: bytes) -> None:
+    protocol._parse_seconds = 0.0
+    protocol._parse_pieces(data)
+
+
+@_removal("best_effort.unlimited", "app.http.http_protocol", "HttpProtocol._discard")
+def _discard_without_end(*_arguments: Any) -> None:
+    pass
+
+
+@_removal("incoming_bodies.unlimited", "app.http.incoming_bodies", "IncomingBodies._fits")
+def _every_body_fits(*_arguments: Any) -> bool:
+    return True
+
+
 @_removal("long_texts.on_loop", "app.tokenization.text_encoder", "_is_short")
 def _every_text_is_short(*_arguments: Any) -> bool:
     return True

@@ -1,0 +1,125 @@
+"""Turns for work that no API key pays for: probes, refusals, pages, and input that is costly to parse.
+
+While requests of tenants run, such work gets a tenth of the event loop's time in all, and addresses take turns. So a
+client without a key, whatever it sends and how fast, slows the streams of a key only slightly (promise S28), and a
+probe from one address does not wait behind a flood from another. While no tenant's request runs, the share is not
+limited.
+
+The share is a token bucket in seconds of the event loop's time. Each turn costs an estimate when it is granted, and
+charge() takes what was measured in addition.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+_SHARE = 0.1
+_BURST_SECONDS = 0.005
+_MAX_WAITING = 512
+"""Pieces of work that may wait; with each, a connection holds input of about 64 KiB."""
+CONNECTION_SECONDS = 0.0002
+"""Time of the event loop for accepting, registering and closing a connection."""
+REQUEST_SECONDS = 0.0003
+"""Time of the event loop for a short request and its response, from the first byte to the last."""
+
+
+class BestEffortTurns:
+    """Grants one turn per iteration of the event loop at most; owned by the event loop."""
+
+    def __init__(self, share: float = _SHARE) -> None:
+        self._share = share
+        self._paying = 0
+        self._credit = _BURST_SECONDS
+        self._updated = 0.0
+        self._waiting: OrderedDict[str, deque[tuple[float, Callable[[], None]]]] = OrderedDict()
+        """By address, the one whose turn is next first: the estimates and callbacks of its work."""
+        self._n_waiting = 0
+        self._timer: asyncio.Handle | None = None
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether a new piece of work has to wait."""
+        return bool(self._waiting) or (self._credit <= 0 and self._refill() <= 0)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether too much work waits already."""
+        return self._n_waiting >= _MAX_WAITING
+
+    @contextmanager
+    def paying(self) -> Iterator[None]:
+        """A tenant's request runs in this block, so that the share of everything else is limited."""
+        if not self._paying:
+            self._refill()
+        self._paying += 1
+        try:
+            yield
+        finally:
+            self._paying -= 1
+
+    def charge(self, seconds: float) -> None:
+        """Takes measured time of the event loop from the share."""
+        self._refill()
+        self._credit -= seconds
+
+    def request(self, address: str, callback: Callable[[], None], seconds: float = 0.0) -> None:
+        """Calls `callback` when it is the address's turn, never before this returns; `seconds` estimates its work."""
+        self._waiting.setdefault(address, deque()).append((seconds, callback))
+        self._n_waiting += 1
+        self._schedule()
+
+    def cancel(self, address: str, callback: Callable[[], None]) -> None:
+        """Withdraws a request, if it still waits."""
+        queue = self._waiting.get(address, deque())
+        for entry in [entry for entry in queue if entry[1] == callback]:
+            queue.remove(entry)
+            self._n_waiting -= 1
+        if address in self._waiting and not queue:
+            del self._waiting[address]
+
+    async def turn(self, address: str, seconds: float = REQUEST_SECONDS) -> None:
+        """Waits for a turn."""
+        if not self.is_exhausted:
+            self.charge(seconds)
+            return
+        granted = asyncio.Event()
+        self.request(address, granted.set, seconds)
+        try:
+            await granted.wait()
+        finally:
+            self.cancel(address, granted.set)
+
+    def _refill(self) -> float:
+        now = time.monotonic()
+        earned = (now - self._updated) * self._share if self._paying else _BURST_SECONDS - self._credit
+        self._credit = min(_BURST_SECONDS, self._credit + earned)
+        self._updated = now
+        return self._credit
+
+    def _schedule(self) -> None:
+        if self._timer or not self._waiting:
+            return
+        self._refill()
+        loop = asyncio.get_running_loop()
+        if self._credit > 0:
+            self._timer = loop.call_soon(self._grant)
+        else:
+            # Not much later than the last tenant's request ends, from when on the share is not limited.
+            self._timer = loop.call_later(min(0.05, -self._credit / self._share + 1e-4), self._grant)
+
+    def _grant(self) -> None:
+        self._timer = None
+        self._refill()
+        if self._credit > 0 and self._waiting:
+            address, queue = self._waiting.popitem(last=False)
+            seconds, callback = queue.popleft()
+            self._n_waiting -= 1
+            if queue:
+                self._waiting[address] = queue
+            self._credit -= seconds
+            callback()
+        self._schedule()
