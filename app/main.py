@@ -101,7 +101,6 @@ def create_app(
         lifespan=lifespan,
     )
     app.state.connections = connections = ConnectionLimits(connection_limits(settings))
-    app.state.incoming_bodies = IncomingBodies(settings.body_timeout / 2)
     _add_middleware(app, settings, connections, tracing)
     request_log.install(app)
     _add_routes(app, settings)
@@ -122,6 +121,7 @@ def _add_middleware(app: FastAPI, settings: Settings, connections: ConnectionLim
     """Adds the middleware, which runs before routing; the last one added runs first."""
     keys = ApiKeys(settings.keys_file) if settings.keys_file else None
     app.state.key_names = (lambda: keys.names) if keys else tuple
+    app.state.incoming_bodies = IncomingBodies(settings.body_timeout / 2)
     app.add_middleware(
         IdempotencyMiddleware,
         bodies=app.state.incoming_bodies,

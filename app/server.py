@@ -22,9 +22,9 @@ from app.common.logs import START
 from app.common.settings import Settings
 from app.common.start_signals import HeldHangup, has_terminal
 from app.engine_client.supervisor import EngineStopped
+from app.http.acceptor import Acceptor
 from app.http.connection_limits import ConnectionLimits
 from app.http.http_protocol import HttpProtocol
-from app.http.listener import Listener
 from app.main import create_app
 from app.serving.model_instance import ModelInstance
 from app.serving.service import Service
@@ -64,7 +64,7 @@ class _Server(uvicorn.Server):
         protocol = functools.partial(
             HttpProtocol, self._connections, self.config, self.server_state, self.lifespan.state, None
         )
-        self._listener = Listener(sockets[0], self.config.backlog, protocol, self._connections.best_effort)
+        self._acceptor = Acceptor(sockets[0], self.config.backlog, protocol, self._connections.best_effort)
         if self.has_pending_hangup and (reloader := getattr(self.config.app.state, "reloader", None)):
             reloader.request_reload()
         self._watch_task = asyncio.create_task(self._watch_engine())
@@ -77,7 +77,7 @@ class _Server(uvicorn.Server):
         for connection in self._open_connections:
             connection.shutdown()
         await self._drain()
-        self._listener.close()
+        self._acceptor.close()
         for connection in self._open_connections:
             connection.abort()
         if self.server_state.tasks:

@@ -159,3 +159,40 @@ def test_a_response_of_known_length_keeps_it_for_http_1_0(server: Server) -> Non
         head, _, body = read_all(connection).partition(b"\r\n\r\n")
     assert status_of(head) == 200
     assert f"content-length: {len(body)}\r\n".encode() in head.lower() + b"\r\n"
+
+
+def test_input_after_a_response_is_read_up_to_a_limit_and_then_ends_the_connection() -> None:
+    """Tiny chunks without end, after a response that did not wait for the body, took all of the event loop's time."""
+
+    async def flood(connection: HttpProtocol) -> None:
+        sent = 0
+        while not connection.transport.is_closing() and sent < 10 * LIMITS.discarded_bytes:
+            if not connection.transport.is_paused:  # type: ignore[attr-defined]
+                connection.data_received(b"1\r\na\r\n" * 10_000)
+                sent += 60_000
+            await asyncio.sleep(0)
+        assert connection.transport.is_closing() and sent < 3 * LIMITS.discarded_bytes
+
+    result = _respond_early(flood)
+    assert (result.statuses, result.log) == ([200], [])
+
+
+def test_costly_input_is_parsed_in_turns_and_arrives_complete() -> None:
+    async def run() -> tuple[int, Served]:
+        waited = 0
+        with Harness(limits=LIMITS) as harness:
+
+            async def send_rest(connection: HttpProtocol) -> None:
+                nonlocal waited
+                connection.data_received(b"1\r\na\r\n" * 30_000 + b"0\r\n\r\n")
+                while connection._unparsed:
+                    waited += 1
+                    await asyncio.sleep(0)
+
+            served = await harness.serve((CHUNKED_HEAD,), then=send_rest)
+        return waited, served
+
+    waited, result = uvloop.run(run())
+    assert waited > 5, "180 kB of tiny chunks take several turns"
+    assert [request.body for request in result.requests if request] == [b"a" * 30_000]
+    assert (result.statuses, result.is_closed, result.log) == ([200], False, [])

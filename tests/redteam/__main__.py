@@ -19,6 +19,7 @@ from tests.redteam.attack import Attack, Budget, Report, Setting
 from tests.redteam.authentication import authentication, foreign_streams
 from tests.redteam.changing_files import bad_weights, crash_during_copy, tokenizer_regex
 from tests.redteam.connections import exhaustion, sending_order, slow_readers, slow_senders
+from tests.redteam.endless_input import endless_input, unfinished_bodies
 from tests.redteam.framing import framing
 from tests.redteam.http_client import Address
 from tests.redteam.json_bodies import json_bodies
@@ -38,7 +39,7 @@ from tests.redteam.unpaid_work import unpaid_work
 ATTACKS = (
     framing, json_bodies, authentication, foreign_streams, sending_order, exhaustion, costly_requests, long_texts,
     grammar_compilation, grammar_masks, chat_templates, slow_readers, slow_senders, tokenizer_regex, crash_during_copy,
-    bad_weights, remote_metadata, unpaid_work,
+    bad_weights, remote_metadata, unpaid_work, endless_input, unfinished_bodies,
 )  # fmt: skip
 MEMORY_SLACK = 128 << 20
 DESCRIPTOR_SLACK = 16

@@ -16,7 +16,7 @@ _PAUSE_SECONDS = 0.1
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
-class Listener:
+class Acceptor:
     """A listening socket. New connections wait in the kernel's backlog until their turn.
 
     An event loop's own server accepts whatever arrives, so a client that connects without end takes most of its time.
