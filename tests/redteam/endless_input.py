@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 import time
 from contextlib import ExitStack, suppress
 from random import Random
@@ -38,7 +39,9 @@ class FloodGenerator:
 
     def next(self) -> tuple[bytes, bytes]:
         """A random flood."""
-        return self.rng.choice([self._chunks, self._chunks, self._trailers, self._body, self._requests, self._head])()
+        return self.rng.choice(
+            [self._chunks, self._chunks, self._chunks, self._trailers, self._body, self._requests, self._head]
+        )()
 
     def _start(self, *headers: str) -> bytes:
         method, path = self.rng.choice(_PATHS).split()
@@ -92,6 +95,8 @@ def _send(target: Target, first: bytes, then: bytes) -> None:
     """Sends for two seconds on one connection, and discards what comes back."""
     until = time.monotonic() + 2
     with target.address.connect(timeout=2) as connection:
+        connection.settimeout(None)  # with a time-out of Python's, recv() below would wait
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 2, 0))
         connection.sendall(first)
         while time.monotonic() < until:
             if not then:
