@@ -201,7 +201,7 @@ def check_fields_that_benchmarks_send() -> None:
 
 
 def check_invalid_values_are_bad_requests() -> None:
-    for wrong in ({"temperature": -1}, {"n": 0}, {"logprobs": 99}, {"max_tokens": "many"}, {"stop": [""]}):
+    for wrong in ({"temperature": -1}, {"n": 0}, {"logprobs": 99}, {"max_tokens": "many"}, {"stop": ["x"] * 65}):
         with raises(openai.BadRequestError, next(iter(wrong))) as caught:
             complete(**wrong)
         assert caught[0].param == next(iter(wrong)) and caught[0].type == "invalid_request_error"
