@@ -60,6 +60,8 @@ class StoredKey(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, o
     requests_per_minute: _Count = 0
     tokens_per_minute: _Count = 0
     concurrency: _Count = 0
+    reads_usage: bool = False
+    """Whether /metrics shows it the usage of every key, and not only its own."""
 
 
 class _File(Struct, forbid_unknown_fields=True):
@@ -71,12 +73,13 @@ def new_key() -> str:
     return f"{PREFIX}{secrets.token_urlsafe(32)}"
 
 
-def stored(key: str, name: str, *, days: float | None = None, **limits: int) -> StoredKey:
+def stored(key: str, name: str, *, days: float | None = None, reads_usage: bool = False, **limits: int) -> StoredKey:
     """The entry for a new key; `limits` are those of RateLimits. Raises KeyFileError for an invalid name or number."""
     created = datetime.now(UTC).replace(microsecond=0)
     expires = None if days is None else created + timedelta(days=days)
     digest = hashlib.sha256(key.encode()).hexdigest()
     entry = {"name": name, "sha256": digest, "created": created, "expires": expires, **limits}
+    entry["reads_usage"] = reads_usage
     try:
         return msgspec.convert(entry, StoredKey)
     except msgspec.ValidationError as error:
@@ -292,5 +295,6 @@ def _load_key(key: StoredKey) -> _LoadedKey:
             tokens_per_minute=key.tokens_per_minute,
             concurrency=key.concurrency,
         ),
+        reads_usage=key.reads_usage,
     )
     return _LoadedKey(digest, key.expires.timestamp() if key.expires else float("inf"), tenant)

@@ -39,9 +39,11 @@ class Tenant:
     cache_namespace: str = ""
     """Tenants share cached prompt blocks only within a namespace, which is also the key of the fair queues."""
     limits: RateLimits = RateLimits()
+    reads_usage: bool = False
+    """Whether it may read the usage of all tenants."""
 
 
-ANONYMOUS = Tenant()
+ANONYMOUS = Tenant(reads_usage=True)
 """Tenant of all requests to a service without keys."""
 
 

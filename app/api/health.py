@@ -8,10 +8,11 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from app.api.dependencies import RequestRoute, check_model, documented, metrics_of, service_of
+from app.api.key_usage import visible_to
 from app.api.openapi import declared
 from app.api.schemas import ContextLength, VocabularySize, WeightsRevision, WeightsVersion
 from app.common.errors import NotReady
-from app.http.auth import public
+from app.http.auth import public, tenant_of
 from app.http.errors import ApiError
 from app.http.request_log import routine
 from app.http.response_model import SCHEMA_PATH, ResponseModel, json_response
@@ -100,6 +101,8 @@ async def ready(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """Prometheus text, or OpenMetrics if the Accept header asks for it."""
     page, content_type = await metrics_of(request).page(request.headers.get("accept", ""))
+    if not (tenant := tenant_of(request)).reads_usage:
+        page = visible_to(tenant.name, page)
     return Response(page, headers={"Content-Type": content_type, "Vary": "Accept"})
 
 

@@ -18,6 +18,13 @@ _FAMILIES = (
 )
 
 
+def visible_to(name: str, page: bytes) -> bytes:
+    """The page of metrics without the series of keys other than `name`."""
+    own = f'{{key="{name}"}}'.encode()
+    lines = page.splitlines(keepends=True)
+    return b"".join(line for line in lines if not line.startswith(b"inkstream_key_") or own in line)
+
+
 class KeyUsage(Collector):
     """Counts by the names in the keys file; a key that was removed from it loses its series."""
 

@@ -64,6 +64,9 @@ def build_parser() -> argparse.ArgumentParser:
             flag, type=_count, default=0, metavar="N", help=f"maximum number of {description} (0: unlimited)"
         )
     add.add_argument("--days", type=_days, metavar="N", help="days until the key expires (default: it does not expire)")
+    add.add_argument(
+        "--reads-usage", action="store_true", help="show this key the usage of every key in /metrics (default: its own)"
+    )
     for verb in (add, listing, revoke):
         verb.add_argument("--keys-file", metavar="FILE", help=f"file of the keys (default: the variable {_VARIABLE})")
     return parser
@@ -72,7 +75,7 @@ def build_parser() -> argparse.ArgumentParser:
 def _add(file: Path, options: argparse.Namespace) -> None:
     key = new_key()
     limits = {name: getattr(options, name) for name in ("requests_per_minute", "tokens_per_minute", "concurrency")}
-    add_key(file, stored(key, options.name, **limits, days=options.days))
+    add_key(file, stored(key, options.name, **limits, days=options.days, reads_usage=options.reads_usage))
     if sys.stdout.isatty():
         print("this key is shown only once; the file stores only its hash:", file=sys.stderr)
     try:

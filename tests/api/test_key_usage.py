@@ -59,14 +59,19 @@ def test_removed_keys_lose_their_series_and_late_completions_count_for_others() 
 @pytest.mark.slow
 def test_metrics_show_names_and_never_keys(tmp_path: Path, weights: Path) -> None:
     path, keys = tmp_path / "keys.json", {name: new_key() for name in ("alice", "bob")}
+    keys["prometheus"] = new_key()
     for name, key in keys.items():
-        add_key(path, stored(key, name))
+        add_key(path, stored(key, name, reads_usage=name == "prometheus"))
     with running_server(tmp_path, weights, "--keys-file", str(path), fake_ms=1) as server:
         headers = {"Authorization": f"Bearer {keys['alice']}"}
         body = {"prompt": "once", "max_tokens": 3, "stream": False}
         assert httpx.post(f"{server.url}/complete", json=body, headers=headers, timeout=60).status_code == 200
-        text = httpx.get(f"{server.url}/metrics", headers=headers).text
+        scrape = {"Authorization": f"Bearer {keys['prometheus']}"}
+        text = httpx.get(f"{server.url}/metrics", headers=scrape).text
         assert 'inkstream_key_requests_total{key="alice"} 1.0' in text
         assert 'inkstream_key_generation_tokens_total{key="alice"} 3.0' in text
         assert 'inkstream_key_requests_total{key="bob"} 0.0' in text
         assert not [key for key in keys.values() if key in text]
+        own = httpx.get(f"{server.url}/metrics", headers=headers).text
+        assert 'inkstream_key_requests_total{key="alice"} 1.0' in own and "bob" not in own
+        assert "inkstream_load_ratio" in own, "everything else is shown to every key"
