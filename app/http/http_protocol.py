@@ -234,9 +234,10 @@ class HttpProtocol(HttpToolsProtocol):
                 if self._request_limits.phase is ReceivePhase.LINGER:
                     return
             now = time.perf_counter()
-            size = _PIECE_BYTES if now - started < _COSTLY_SECONDS else _COSTLY_PIECE_BYTES
-            self._parse_seconds += now - started
-            started = now
+            is_costly = now - started >= _COSTLY_SECONDS
+            if is_costly or len(piece) < _COSTLY_PIECE_BYTES:  # not the plain pieces of a long body
+                self._parse_seconds += now - started
+            size, started = _COSTLY_PIECE_BYTES if is_costly else _PIECE_BYTES, now
 
     @property
     def _must_wait(self) -> bool:
