@@ -154,14 +154,14 @@ async def detokenize(request: Request) -> Response:
     """Convert token ids to text; special tokens appear as their names."""
     service, body = service_of(request), await read_body(request, DetokenizeRequest)
     ready, tokenizer = service.require_ready()
-    largest = max(body.tokens, default=0)
-    if largest >= ready.vocab_size:
-        raise InvalidRequest(
-            f"token id {largest} is outside the vocabulary: ids are from 0 to {ready.vocab_size - 1}", "tokens"
-        )
-    ids = array("H" if largest < 1 << 16 else "I", body.tokens)
     with ExitStack() as stack:
         account = stack.enter_context(service.admission.count_request(tenant_of(request)))
+        largest = max(body.tokens, default=0)
+        if largest >= ready.vocab_size:
+            raise InvalidRequest(
+                f"token id {largest} is outside the vocabulary: ids are from 0 to {ready.vocab_size - 1}", "tokens"
+            )
+        ids = array("H" if largest < 1 << 16 else "I", body.tokens)
         content = DetokenizeResponse(
             prompt=LazyString(lambda: _decoded_parts(tokenizer, ids)),
             pieces=LazyArray(lambda: _batches(Piece(*_fields(tokenizer, token)) for token in ids)),

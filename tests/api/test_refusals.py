@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from pydantic import BaseModel, ValidationError
 
@@ -14,6 +16,9 @@ from app.api.openai.schemas import ChatRequest, CompletionsRequest
 from app.api.score import ScoreRequest
 from app.api.tokens import DetokenizeRequest, TokenizeRequest
 from app.http.errors import from_validation
+from tests.support.async_test import async_test
+from tests.support.fake_app import running_app
+from tests.support.keyed_server import Keyring
 
 MODELS: tuple[type[BaseModel], ...] = (
     CompleteRequest,
@@ -125,3 +130,29 @@ def test_other_numbers_and_types_are_no_ids(ids: list[Any]) -> None:
 def test_infinite_numbers_are_no_ids(number: str) -> None:
     with pytest.raises(ValidationError):
         DetokenizeRequest.model_validate_json(f'{{"tokens": [1.0, {number}]}}')
+
+
+_REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "an invalid field": ("/v1/completions", {"prompt": "a", "n": 0}),
+    "a field that is not supported": ("/v1/completions", {"prompt": "a", "xtc_probability": 0.5}),
+    "a misspelled field": ("/v1/chat/completions", {"messages": [{"role": "user"}], "temprature": 1}),
+    "another model": ("/v1/completions", {"prompt": "a", "model": "other"}),
+    "an id outside the vocabulary": ("/detokenize", {"tokens": [2**30]}),
+}
+
+
+@pytest.mark.slow
+@async_test
+async def test_every_refused_body_counts_as_a_request(weights: Path, tmp_path: Path) -> None:
+    ring = Keyring.of(tmp_path / "keys")
+    for name in _REFUSED:
+        ring.add(name.replace(" ", "-"), requests_per_minute=1)
+    found: dict[str, list[int]] = {}
+    async with running_app(weights, keys_file=ring.file) as app:
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as client:
+            for name, (path, body) in _REFUSED.items():
+                headers = ring.headers(name.replace(" ", "-"))
+                found[name] = [(await client.post(path, json=body, headers=headers)).status_code for _ in range(2)]
+    first = {name: 404 if name == "another model" else 400 for name in _REFUSED}
+    assert found == {name: [status, 429] for name, status in first.items()}

@@ -63,15 +63,15 @@ async def completions(request: Request) -> Response:
 
 
 async def _read(request: Request, model: type[_Body]) -> _Body:
-    """Reads a body. Raises ApiError 400 for a field that is not honored, and 404 for an unknown model."""
-    body = await read_body(request, model)
-    check_model(body.model, service_of(request))
-    if body.model_extra:
-        try:
-            check_other_fields(body.endpoint, body.model_extra, model.model_fields)
-        except ApiError:
-            metrics_of(request).record_rejected("invalid")
-            raise
+    """Reads a body. Raises ApiError 400 for a field that is not honored, 404 for an unknown model, and counts it."""
+    body, service = await read_body(request, model), service_of(request)
+    try:
+        check_model(body.model, service)
+        check_other_fields(body.endpoint, body.model_extra or {}, model.model_fields)
+    except ApiError:
+        metrics_of(request).record_rejected("invalid")
+        service.admission.count_refused(tenant_of(request))
+        raise
     return body
 
 
