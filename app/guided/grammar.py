@@ -103,7 +103,9 @@ def _from_schema(given: Mapping[str, Any] | str | bool, field: str) -> str:
         raise InvalidRequest(f"{field}: x-guidance must be an object", field)
     try:
         # The order of properties is the order of the text.
-        text = json.dumps({**schema, "x-guidance": {"whitespace_pattern": _SPACE, **options}}, allow_nan=False)
+        # With a pattern, llguidance ignores whitespace_flexible.
+        defaults = {} if options.get("whitespace_flexible") is False else {"whitespace_pattern": _SPACE}
+        text = json.dumps({**schema, "x-guidance": {**defaults, **options}}, allow_nan=False)
     except (TypeError, ValueError):
         raise InvalidRequest(f"{field}: the schema has a value that JSON cannot represent", field) from None
     _check_text(text, field)

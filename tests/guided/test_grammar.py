@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from app.common.errors import InvalidRequest
+from app.common.llguidance_adapter import GrammarVocabulary
 from app.guided.grammar import MAX_BYTES, MAX_DEPTH, Grammar, grammar_from
 
 
@@ -43,6 +44,14 @@ def test_all_forms_of_a_schema_give_the_same_grammar() -> None:
         assert list(found["properties"]) == ["b", "a"], "the output must keep the order of properties"
     assert _schema(grammar_from("json_schema", True)) == _schema(grammar_from("json_schema", "true")) == {}
     assert _schema(grammar_from("response_format", {"type": "json_object"})) == {"type": "object"}
+
+
+@pytest.mark.parametrize("options", [{"whitespace_flexible": False}, {"whitespace_pattern": ""}])
+def test_no_default_overrides_a_schemas_own_whitespace(options: dict[str, Any]) -> None:
+    grammar = grammar_from("json_schema", {"x-guidance": options, "type": "array"})
+    assert grammar
+    matcher = GrammarVocabulary([bytes([byte]) for byte in range(256)], 256).matcher(grammar.lark)
+    assert matcher.validate_tokens(list(b"[1, 2]")) == len(b"[1,")
 
 
 def test_schema_may_set_its_own_whitespace() -> None:
