@@ -35,6 +35,13 @@ _WHOLE_CONTEXT = 2**31 - 1
 _DEFAULTS: dict[str, Any] = {"include_stop_str_in_output": False, "stream": False}
 _GUIDED_FIELDS = ("guided_json", "guided_regex", "guided_choice", "structured_outputs")
 _GRAMMAR_FIELDS = (*GRAMMAR_FIELDS, "response_format", *_GUIDED_FIELDS)
+_INSTEAD_OF = {
+    "": "send json, regex, choice or json_object, or the field grammar in Lark's notation",
+    "disable_any_whitespace": 'add "x-guidance": {"whitespace_flexible": false} to the schema',
+    "disable_additional_properties": 'add "additionalProperties": false to the schema',
+    "whitespace_pattern": "add x-guidance.whitespace_pattern to the schema",
+}
+"""What to send in place of a field of structured_outputs; empty for all others."""
 _REGEX_SYNTAX = re.compile(r"[\\.+*?()|\[\]{}^$]")
 _Choices = Annotated[list[str], Field(min_length=1, max_length=1024, fail_fast=True)]
 
@@ -103,8 +110,8 @@ class OpenAIFields(SamplingFields):
     def _check_structured_outputs(self) -> OpenAIFields:
         if self.structured_outputs and self.structured_outputs.model_extra:
             for name, value in self.structured_outputs.model_extra.items():
-                if value and not name.startswith("disable_"):
-                    instead = "send json, regex, choice or json_object, or the field grammar in Lark's notation"
+                if value and name != "disable_fallback":
+                    instead = _INSTEAD_OF.get(name, _INSTEAD_OF[""])
                     raise ValueError(f"structured_outputs.{name[:40]} is not supported: {instead}")
         return self
 

@@ -147,7 +147,7 @@ def test_names_that_no_server_has_are_accepted_up_to_a_number() -> None:
         ({"guided_regex": "a|b"}, ("regex", "a|b")),
         ({"guided_choice": ["a.b", "(c)", "d/e"]}, ("regex", r"a\.b|\(c\)|d/e")),
         ({"structured_outputs": {"json": True}}, ("json_schema", True)),
-        ({"structured_outputs": {"regex": "a", "disable_any_whitespace": True}}, ("regex", "a")),
+        ({"structured_outputs": {"regex": "a", "disable_fallback": True}}, ("regex", "a")),
         ({"structured_outputs": {"choice": ["a"]}}, ("regex", "a")),
         ({"structured_outputs": {"json_object": True}}, ("response_format", {"type": "json_object"})),
     ],
@@ -168,6 +168,9 @@ def test_constraints_in_the_spelling_of_vllm_are_those_of_the_service(
         {"structured_outputs": {"regex": "a", "choice": ["b"]}},
         {"structured_outputs": {"grammar": "root ::= a"}},
         {"structured_outputs": {"json": {}}, "guided_regex": "a"},
+        {"structured_outputs": {"json": {}, "disable_any_whitespace": True}},
+        {"structured_outputs": {"json": {}, "disable_additional_properties": True}},
+        {"structured_outputs": {"json": {}, "whitespace_pattern": " ?"}},
     ],
 )
 def test_constraints_that_are_several_none_or_unsupported_are_refused(fields: dict[str, Any]) -> None:
