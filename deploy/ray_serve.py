@@ -120,11 +120,12 @@ class FrontReplica:
         """Listens once this returns."""
         self._pool, self._engine = ReplicaPool(), engine
         self._looking = asyncio.create_task(self._look_for_replicas())
-        self._gateway = Gateway(settings, self._pool, max_retries=placement.resends)
+        connections, resends = ConnectionLimits(connection_limits(settings)), placement.resends
+        self._gateway = Gateway(settings, self._pool, max_retries=resends, best_effort=connections.best_effort)
         self._server: uvicorn.Server | None = None
         if placement.port:
             listener = bind(settings.model_copy(update={"port": placement.port}))
-            self._server = uvicorn.Server(_http_config(self._gateway, settings))
+            self._server = uvicorn.Server(_http_config(self._gateway, connections, settings))
             self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
 
     def __serve_build_asgi_app__(self) -> Gateway:
@@ -181,9 +182,9 @@ async def _address(result: Any) -> Address | None:
         return None
 
 
-def _http_config(gateway: Gateway, settings: Settings) -> uvicorn.Config:
+def _http_config(gateway: Gateway, connections: ConnectionLimits, settings: Settings) -> uvicorn.Config:
     """HTTP with the limits and deadlines of `inkstream serve`."""
-    protocol = cast(type[asyncio.Protocol], partial(HttpProtocol, ConnectionLimits(connection_limits(settings))))
+    protocol = cast(type[asyncio.Protocol], partial(HttpProtocol, connections))
     seconds = math.ceil(settings.drain_timeout)
     return uvicorn.Config(
         gateway,

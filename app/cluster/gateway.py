@@ -41,6 +41,7 @@ from app.common.event_loop import TimeBudget
 from app.common.settings import Settings
 from app.http import sse
 from app.http.auth import AuthMiddleware, public_routes
+from app.http.best_effort import BestEffortTurns
 from app.http.errors import ApiError
 from app.http.host_filter import CorsMiddleware
 from app.http.request_log import AccessRecord
@@ -122,7 +123,15 @@ _RETRY_AFTER = {"Retry-After": "5"}
 class Gateway:
     """The gateway application; owned by the event loop of its process."""
 
-    def __init__(self, settings: Settings, replicas: ReplicaPool, *, max_retries: int) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        replicas: ReplicaPool,
+        *,
+        max_retries: int,
+        best_effort: BestEffortTurns | None = None,
+    ) -> None:
+        """`best_effort`: of the connections that the gateway serves, whose work without a key waits for turns."""
         self._settings = settings
         self._replicas = replicas
         self._max_retries = max_retries
@@ -134,7 +143,8 @@ class Gateway:
         budget = TimeBudget(RENDER_SHARE, RENDER_RESERVE_SECONDS)
         self._merged = SharedRendering(self._merge, budget, asyncio.Lock())
         keys = ApiKeys(settings.keys_file) if settings.keys_file else None
-        authenticated = AuthMiddleware(self._serve, keys, public_routes([health.router, static_pages.router]))
+        public = public_routes([health.router, static_pages.router])
+        authenticated = AuthMiddleware(self._serve, keys, public, best_effort)
         # CORS is handled here, because the gateway itself makes some responses: errors and resumed streams.
         self._http: ASGIApp = CorsMiddleware(authenticated, settings.origins) if settings.origins else authenticated
 

@@ -18,6 +18,7 @@ from app.cluster import gateway as gateway_module
 from app.cluster.gateway import Gateway
 from app.cluster.messages import FullResponse, Head
 from app.common.settings import Settings
+from app.http.best_effort import BestEffortTurns
 from tests.support.async_test import async_test
 from tests.support.completion_client import joined_text, parse_events
 from tests.support.scripted_replicas import (
@@ -417,6 +418,31 @@ async def test_allowed_origins_may_read_the_responses_of_the_gateway() -> None:
         assert (await client.options("/complete", headers=preflight)).status_code == 200
         stranger = await client.options("/complete", headers={**preflight, "origin": "https://other.example"})
         assert stranger.status_code == 403
+
+
+@async_test
+async def test_work_without_a_key_is_limited_while_the_gateway_runs_a_request() -> None:
+    turns = BestEffortTurns()
+    replicas = ScriptedReplicas(accepted(*STARTED, Silent))
+    gateway = Gateway(Settings(resume_seconds=0), replicas, max_retries=0, best_effort=turns)
+    requests: list[Message] = [{"type": "http.request", "body": b"{}", "more_body": False}]
+
+    async def receive() -> Message:
+        if not requests:
+            await asyncio.Event().wait()
+        return requests.pop()
+
+    async def send(_message: Message) -> None:
+        pass
+
+    scope = {"type": "http", "method": "POST", "path": "/complete", "query_string": b"", "headers": []}
+    running = asyncio.ensure_future(gateway(scope, receive, send))
+    await wait_until(lambda: bool(replicas.calls))
+    turns.charge(1.0)
+    assert turns.is_exhausted
+    running.cancel()
+    await asyncio.wait([running])
+    assert not turns.is_exhausted
 
 
 @pytest.mark.parametrize("path", ["/complete", "/v1/completions"])
