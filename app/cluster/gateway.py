@@ -138,10 +138,11 @@ class Gateway:
         self._resume_store = ResumeStore(settings.resume_seconds)
         self._counts = RetryCounters()
         self._tracker = ReplicaTracker(self._counts.registry)
-        self._scraped: tuple[Mapping[str, str], int] = ({}, 0)
-        """The metrics of the replicas that answered last, and how many did not."""
+        self._merged: dict[str, _MergedMetrics] = {}
+        """By owner of the request, because a key may see its own usage only."""
         budget = TimeBudget(RENDER_SHARE, RENDER_RESERVE_SECONDS)
-        self._merged = SharedRendering(self._merge, budget, asyncio.Lock())
+        self._new_merged = partial(_MergedMetrics, self._merge, budget, asyncio.Lock())
+        self._has_keys = bool(settings.keys_file)
         keys = ApiKeys(settings.keys_file) if settings.keys_file else None
         public = public_routes([health.router, static_pages.router])
         authenticated = AuthMiddleware(self._serve, keys, public, best_effort)
@@ -302,17 +303,35 @@ class Gateway:
             if response.head.status != 200:
                 return _unchanged(response.head, response.body)
         pages = {response.replica: response.body.decode() for response in responses}
-        self._scraped = pages, n_silent  # the replicas have checked the credentials: any such caller may have them
-        return Response(await self._merged.text(), headers={"Content-Type": CONTENT_TYPE})
+        owner = _owner(call) if self._has_keys else ""  # the replicas have checked the credentials
+        if owner not in self._merged:
+            self._merged[owner] = self._new_merged()
+        return Response(await self._merged[owner].text(pages, n_silent), headers={"Content-Type": CONTENT_TYPE})
 
-    def _merge(self) -> Iterator[bytes]:
-        """The text of the last scraped pages and the gateway's own metrics, in parts."""
-        pages, n_silent = self._scraped
+    def _merge(self, pages: Mapping[str, str], n_silent: int) -> Iterator[bytes]:
+        """The text of the replicas' pages and the gateway's own metrics, in parts."""
         self._tracker.update(pages, n_silent)
         merged = CollectorRegistry(auto_describe=False)
         merged.register(_MergedPages(pages))
         yield from rendered_families(merged, generate_latest)
         yield generate_latest(self._counts.registry)
+
+
+class _MergedMetrics:
+    """The replicas' metrics as one owner may see them: requests that arrive before a rendering begins share it."""
+
+    def __init__(
+        self, merge: Callable[[Mapping[str, str], int], Iterator[bytes]], budget: TimeBudget, turn: asyncio.Lock
+    ) -> None:
+        self._merge = merge
+        self._scraped: tuple[Mapping[str, str], int] = ({}, 0)
+        """The pages of the replicas that answered last, and how many did not."""
+        self._rendering = SharedRendering(lambda: self._merge(*self._scraped), budget, turn)
+
+    async def text(self, pages: Mapping[str, str], n_silent: int) -> bytes:
+        """The text of these pages, or of later ones."""
+        self._scraped = pages, n_silent
+        return await self._rendering.text()
 
 
 def _require(responses: list[FullResponse]) -> None:

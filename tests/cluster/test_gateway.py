@@ -16,7 +16,7 @@ from starlette.types import Message
 from app.access.api_keys import add_key, new_key, stored
 from app.cluster import gateway as gateway_module
 from app.cluster.gateway import Gateway
-from app.cluster.messages import FullResponse, Head
+from app.cluster.messages import Call, FullResponse, Head
 from app.common.settings import Settings
 from app.http.best_effort import BestEffortTurns
 from tests.support.async_test import async_test
@@ -377,6 +377,27 @@ async def test_metrics_merge_responding_replicas_and_report_hanging_ones() -> No
         assert await reported(one, three) == of("one") | of("three") | {_SILENT + " 0.0"}
         replicas._all = [Silent]
         assert (await client.get("/metrics")).status_code == 503
+
+
+class _KeyedReplicas(ScriptedReplicas):
+    """Each key sees a metric with its own name only."""
+
+    def broadcast(self, call: Call) -> list[asyncio.Task[FullResponse]]:
+        key = (call.header(b"authorization") or "").removeprefix("Bearer ")
+        page = f'# TYPE inkstream_key_requests_total counter\ninkstream_key_requests_total{{key="{key}"}} 1\n'
+        self._all = [full("one", JSON, page.encode())]
+        return super().broadcast(call)
+
+
+@async_test
+async def test_concurrent_scrapes_with_two_keys_each_get_what_their_key_may_see(tmp_path: Path) -> None:
+    keys = [new_key(), new_key()]
+    for name, key in zip("ab", keys, strict=True):
+        add_key(tmp_path / "keys.json", stored(key, name))
+    async with gateway_client(_KeyedReplicas(), keys_file=tmp_path / "keys.json") as client:
+        headers = [{"authorization": f"Bearer {key}"} for key in keys]
+        pages = await asyncio.gather(*(client.get("/metrics", headers=each) for each in headers))
+    assert [re.findall(r'key_requests_total{key="([^"]+)"', page.text) for page in pages] == [[key] for key in keys]
 
 
 @async_test
