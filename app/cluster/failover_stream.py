@@ -286,8 +286,11 @@ class StreamSplicer:
 class FailoverStream(StoredStream):
     """A resumable stream across replicas."""
 
-    def __init__(self, request: RetryingRequest, resume_store: ResumeStore, *, owner: str, replay_bytes: int) -> None:
-        super().__init__(resume_store, name=request.call.request_id, owner=owner, replay_bytes=replay_bytes)
+    def __init__(
+        self, request: RetryingRequest, resume_store: ResumeStore, *, owner: str, replay_bytes: int, alias: str = ""
+    ) -> None:
+        name = request.call.request_id
+        super().__init__(resume_store, name=name, owner=owner, replay_bytes=replay_bytes, alias=alias)
         self._request = request
         self._splicer = StreamSplicer(self.name)
         self._is_cancelled = False

@@ -245,7 +245,8 @@ class Gateway:
         if request.call.path != "/complete":
             return EventStream(partial(openai_frames, request, response), lambda: None, headers, response)
         limit = self._settings.resume_bytes
-        stream = FailoverStream(request, self._resume_store, owner=_owner(request.call), replay_bytes=limit)
+        owner, alias = _owner(request.call), _callers_id(request.call)
+        stream = FailoverStream(request, self._resume_store, owner=owner, replay_bytes=limit, alias=alias)
         subscription = stream.attach()
         frames = partial(stream.frames, subscription, response, 0)
         return EventStream(frames, partial(stream.detach, subscription), headers, response)
@@ -256,7 +257,7 @@ class Gateway:
         stream = self._resume_store.find(name, _owner(call))
         if probe.status_code != 404 or not isinstance(stream, FailoverStream):
             return probe
-        number = _resume_number(call, name)
+        number = _resume_number(call, stream.name)
         if number > stream.next_number:
             raise ApiError(
                 400,
@@ -271,7 +272,7 @@ class Gateway:
         except BaseException:  # an error, or the client disconnected again: it may reconnect
             stream.detach(subscription)
             raise
-        detach, headers = partial(stream.detach, subscription), {"X-Request-Id": call.request_id}
+        detach, headers = partial(stream.detach, subscription), {"X-Request-Id": _public_id(call)}
         frames = partial(stream.frames, subscription, response, number)
         return EventStream(frames, detach, headers, response)
 
@@ -286,7 +287,7 @@ class Gateway:
         statuses = {response.head.status for response in responses}
         was_running = stream and statuses <= {200, 404} and stream.cancel()
         if was_running or (stream and 200 in statuses):
-            return JSONResponse({"id": name, "cancelled": True}, headers={"X-Request-Id": call.request_id})
+            return JSONResponse({"id": name, "cancelled": True}, headers={"X-Request-Id": _public_id(call)})
         if n_silent and statuses <= {404} and not stream:
             raise ApiError(503, "a replica that may run this request does not answer: try again", headers=_RETRY_AFTER)
         _require(responses)
@@ -364,6 +365,15 @@ async def _run_lifespan(receive: Receive, send: Send) -> None:
 def _owner(call: Call) -> str:
     """The owner of a stream: its credentials, which a replica has checked."""
     return hashlib.sha256((call.header(b"authorization") or "").encode("latin-1")).hexdigest()
+
+
+def _callers_id(call: Call) -> str:
+    """The X-Request-Id that the caller sent; empty for none."""
+    return AccessRecord.get_or_create({"headers": call.headers}).callers_id
+
+
+def _public_id(call: Call) -> str:
+    return _callers_id(call) or call.request_id
 
 
 def _resume_number(call: Call, name: str) -> int:

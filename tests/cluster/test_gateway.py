@@ -243,6 +243,17 @@ async def test_disconnect_stops_the_replica_and_the_client_may_resume() -> None:
 
 
 @async_test
+async def test_a_stream_has_the_callers_own_id_too() -> None:
+    replicas = ScriptedReplicas(WHOLE_STREAM, UNKNOWN)
+    async with gateway_client(replicas) as client:
+        await client.post("/complete", json=BODY, headers={"x-request-id": "mine"})
+        headers = {"x-request-id": "again", "last-event-id": f"{replicas.calls[0].request_id}:0"}
+        resumed = await client.get("/complete/mine/events", headers=headers)
+        assert (resumed.status_code, resumed.headers["x-request-id"]) == (200, "again")
+        assert [one.name for one in parse_events(resumed.text)] == ["token", "done"]
+
+
+@async_test
 async def test_client_that_resumes_without_capacity_may_retry_later() -> None:
     error = b'{"error": {"message": "m", "param": null, "code": "full"}}'
     busy = accepted(Head(503, (*JSON.headers, (b"retry-after", b"7"))), error)
