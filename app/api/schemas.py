@@ -81,7 +81,7 @@ def _to_integers(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
         return validate(integers)
 
 
-_BIAS_KEY = re.compile("0|[1-9][0-9]{0,8}")
+_BIAS_KEY = re.compile(r"^(0|[1-9][0-9]{0,8})$")
 
 
 def _first_invalid_bias(value: Any) -> Any:
@@ -121,7 +121,7 @@ EchoedUser = Annotated[
     Field(description=f"Any text; its first {MAX_USER} characters are echoed."),
 ]
 DeadlineMs = Annotated[Positive | None, Field(description="Time limit of the request; at most the server's own limit.")]
-_BiasKey = Annotated[str, StringConstraints(pattern=r"^(0|[1-9][0-9]{0,8})$")]
+_BiasKey = Annotated[str, StringConstraints(pattern=_BIAS_KEY.pattern)]
 _Bias = Annotated[float, Field(ge=-100, le=100)]
 _Biases = Annotated[dict[_BiasKey, _Bias], Field(max_length=MAX_BIASES), BeforeValidator(_first_invalid_bias)]
 
@@ -195,9 +195,9 @@ class SamplingFields(RequestBody):
         description="The text ends before the first of these (up to 64 strings of up to 256 characters; "
         "empty ones have no effect).",
     )
-    stop_token_ids: (
-        Annotated[list[TokenId], Field(max_length=64, fail_fast=True), WrapValidator(_to_integers)] | None
-    ) = Field(None, description="Tokens that end the text, in addition to the model's own.")
+    stop_token_ids: _StopIds | None = Field(
+        None, description="Tokens that end the text, in addition to the model's own."
+    )
     ignore_eos: bool | None = Field(None, description="Continue after the end-of-text token (for benchmarks).")
     regex: str | None = Field(None, description="The text must match this regular expression.")
     json_schema: dict[str, Any] | bool | str | None = Field(

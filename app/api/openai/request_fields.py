@@ -234,22 +234,9 @@ OTHER_FIELDS: tuple[OtherField, ...] = (
 )
 
 _TEXT_WORDS = (
-    *("bias", "beam", "cutoff", "eos", "echo", "format", "grammar", "guid", "json", "logit", "logprob", "max_", "min_"),
-    *(
-        "penalt",
-        "prompt",
-        "reason",
-        "regex",
-        "sampl",
-        "schema",
-        "seed",
-        "stop",
-        "structur",
-        "suffix",
-        "temp",
-        "template",
-    ),
-    *("think", "token", "tool", "top_", "prob", "decod", "dynatemp", "mirostat", "typical"),
+    *("bias", "beam", "cutoff", "decod", "eos", "echo", "format", "grammar", "guid", "json", "logit", "max_", "min_"),
+    *("mirostat", "penalt", "prob", "prompt", "reason", "regex", "sampl", "schema", "seed", "stop", "structur"),
+    *("suffix", "temp", "think", "token", "tool", "top_", "typical"),
 )
 """A field with such a word in its name asks for something about prompt or text, even if no server has it today."""
 

@@ -205,9 +205,7 @@ class Message(RequestBody):
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: str = Field(max_length=64, description="system, user, assistant, or another role of the chat template.")
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = Field(
-        None, description="The message's text."
-    )
+    content: str | _TextParts | None = Field(None, description="The message's text.")
     name: str | None = Field(None, max_length=64, description="Name of the author, for chat templates that use it.")
 
     @property
