@@ -133,8 +133,8 @@ def _add_middleware(app: FastAPI, settings: Settings, connections: ConnectionLim
     public = public_routes([health.router, static_pages.router])
     app.add_middleware(AuthMiddleware, keys=keys, public=public, best_effort=connections.best_effort)
     if settings.origins:
-        app.add_middleware(CorsMiddleware, origins=settings.origins)
-    app.add_middleware(HostFilter, allowed=settings.host_names)
+        app.add_middleware(CorsMiddleware, origins=settings.origins, best_effort=connections.best_effort)
+    app.add_middleware(HostFilter, allowed=settings.host_names, best_effort=connections.best_effort)
     app.add_middleware(RequestLogMiddleware, counts=connections.requests, tracing=tracing)
 
 

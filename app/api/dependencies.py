@@ -99,6 +99,10 @@ def resume_store_of(request: Request) -> ResumeStore:
 class RepeatQuotas:
     """Counts requests that get another one's response (app/http/idempotency.py) against the quota of their key."""
 
+    def check(self, request: Request) -> None:
+        """Requires that the key has a request left."""
+        service_of(request).admission.check_requests(tenant_of(request))
+
     def repeated(self, request: Request) -> AbstractContextManager[object]:
         """Counts a request that gets a finished response."""
         return service_of(request).admission.count_request(tenant_of(request))

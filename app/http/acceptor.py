@@ -29,6 +29,7 @@ class Acceptor:
         self._loop = asyncio.get_running_loop()
         self._opening: set[asyncio.Task[object]] = set()
         self._is_closed = False
+        self._paused_until = 0.0
         sock.setblocking(False)
         sock.listen(backlog)
         self._resume()
@@ -40,7 +41,7 @@ class Acceptor:
         self._socket.close()
 
     def _resume(self) -> None:
-        if not self._is_closed:
+        if not self._is_closed and self._loop.time() >= self._paused_until:
             self._loop.add_reader(self._socket, self._on_readable)
 
     def _on_readable(self) -> None:
@@ -67,7 +68,8 @@ class Acceptor:
             if error.errno not in _EXHAUSTED:
                 return True  # the client has gone already
             self._loop.remove_reader(self._socket)
-            self._loop.call_later(_PAUSE_SECONDS, self._resume)
+            self._paused_until = self._loop.time() + _PAUSE_SECONDS
+            self._loop.call_at(self._paused_until, self._resume)
             return False
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -70,7 +70,7 @@ class AuthMiddleware:
             record_of(Request(scope)).key = result.name or None
         is_public = bool(self._keys) and self._is_public(scope)
         if is_public or not isinstance(result, Tenant):
-            await self._best_effort.turn(scope["client"][0] if scope["client"] else "")
+            await self._best_effort.turn_for(scope)
         if is_public:
             await self.app(scope, receive, send)
         elif isinstance(result, Tenant):

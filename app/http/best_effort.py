@@ -13,18 +13,23 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from starlette.types import Scope
+
 _SHARE = 0.1
 _BURST_SECONDS = 0.005
-_MAX_WAITING = 512
-"""Pieces of work that may wait; with each, a connection holds input of about 64 KiB."""
+_MAX_DEBT_SECONDS = 0.05
+"""What thousands of connections that close at once, or a stop of this process, may cost: probes wait ten times this."""
+_MAX_BYTES = 32 << 20
+"""Of input that waits for a turn."""
 CONNECTION_SECONDS = 0.0002
 """Time of the event loop for accepting, registering and closing a connection."""
 REQUEST_SECONDS = 0.0003
 """Time of the event loop for a short request and its response, from the first byte to the last."""
+_Callback = Callable[[], None]
 
 
 class BestEffortTurns:
@@ -35,9 +40,10 @@ class BestEffortTurns:
         self._paying = 0
         self._credit = _BURST_SECONDS
         self._updated = 0.0
-        self._waiting: OrderedDict[str, deque[tuple[float, Callable[[], None]]]] = OrderedDict()
-        """By address, the one whose turn is next first: the estimates and callbacks of its work."""
-        self._n_waiting = 0
+        self._waiting: OrderedDict[str, OrderedDict[_Callback, tuple[float, int]]] = OrderedDict()
+        """By address, the one whose turn is next first: its work, the oldest first, with estimate and bytes."""
+        self._bytes: Counter[str] = Counter()
+        """Input that waits, by address."""
         self._timer: asyncio.Handle | None = None
 
     @property
@@ -45,10 +51,9 @@ class BestEffortTurns:
         """Whether a new piece of work has to wait."""
         return bool(self._waiting) or (self._credit <= 0 and self._refill() <= 0)
 
-    @property
-    def is_full(self) -> bool:
-        """Whether too much work waits already."""
-        return self._n_waiting >= _MAX_WAITING
+    def has_memory(self, address: str, size: int) -> bool:
+        """Whether another `size` bytes of input from this address may wait, which may take as much as is free."""
+        return self._bytes[address] + size <= max(0, _MAX_BYTES - self._bytes.total())
 
     @contextmanager
     def paying(self) -> Iterator[None]:
@@ -63,23 +68,24 @@ class BestEffortTurns:
 
     def charge(self, seconds: float) -> None:
         """Takes measured time of the event loop from the share."""
-        self._refill()
-        self._credit -= seconds
+        self._credit = max(-_MAX_DEBT_SECONDS, self._refill() - seconds)
 
-    def request(self, address: str, callback: Callable[[], None], seconds: float = 0.0) -> None:
-        """Calls `callback` when it is the address's turn, never before this returns; `seconds` estimates its work."""
-        self._waiting.setdefault(address, deque()).append((seconds, callback))
-        self._n_waiting += 1
+    def request(self, address: str, callback: _Callback, *, seconds: float = 0.0, size: int = 0) -> None:
+        """Calls `callback` once when it is the address's turn, never before this returns.
+
+        `seconds` estimates its work; `size` is the bytes of input that it keeps meanwhile.
+        """
+        self._waiting.setdefault(address, OrderedDict())[callback] = seconds, size
+        self._bytes[address] += size
         self._schedule()
 
-    def cancel(self, address: str, callback: Callable[[], None]) -> None:
+    def cancel(self, address: str, callback: _Callback) -> None:
         """Withdraws a request, if it still waits."""
-        queue = self._waiting.get(address, deque())
-        for entry in [entry for entry in queue if entry[1] == callback]:
-            queue.remove(entry)
-            self._n_waiting -= 1
-        if address in self._waiting and not queue:
-            del self._waiting[address]
+        queue = self._waiting.get(address, OrderedDict())
+        if callback in queue:
+            self._remove_bytes(address, queue.pop(callback)[1])
+            if not queue:
+                del self._waiting[address]
 
     async def turn(self, address: str, seconds: float = REQUEST_SECONDS) -> None:
         """Waits for a turn."""
@@ -87,11 +93,15 @@ class BestEffortTurns:
             self.charge(seconds)
             return
         granted = asyncio.Event()
-        self.request(address, granted.set, seconds)
+        self.request(address, granted.set, seconds=seconds)
         try:
             await granted.wait()
         finally:
             self.cancel(address, granted.set)
+
+    async def turn_for(self, scope: Scope) -> None:
+        """Waits for a turn of the client of an HTTP request."""
+        await self.turn(scope["client"][0] if scope.get("client") else "")
 
     def _refill(self) -> float:
         now = time.monotonic()
@@ -113,13 +123,17 @@ class BestEffortTurns:
 
     def _grant(self) -> None:
         self._timer = None
-        self._refill()
-        if self._credit > 0 and self._waiting:
+        if self._refill() > 0 and self._waiting:
             address, queue = self._waiting.popitem(last=False)
-            seconds, callback = queue.popleft()
-            self._n_waiting -= 1
+            callback, (seconds, size) = queue.popitem(last=False)
             if queue:
                 self._waiting[address] = queue
-            self._credit -= seconds
+            self._remove_bytes(address, size)
+            self.charge(seconds)
             callback()
         self._schedule()
+
+    def _remove_bytes(self, address: str, size: int) -> None:
+        self._bytes[address] -= size
+        if not self._bytes[address]:
+            del self._bytes[address]

@@ -16,6 +16,7 @@ from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from app.http.best_effort import BestEffortTurns
 from app.http.errors import ApiError
 from app.http.request_log import respond
 
@@ -28,14 +29,16 @@ _HOST = re.compile(r"(\[[0-9a-f:.]{2,45}\]|[a-z0-9_.-]{1,253})(?::[0-9]{0,5})?")
 class HostFilter:
     """ASGI middleware: accepts IP addresses, localhost, names without a dot, and `allowed` names."""
 
-    def __init__(self, app: ASGIApp, allowed: Iterable[str] = ()) -> None:
+    def __init__(self, app: ASGIApp, allowed: Iterable[str] = (), best_effort: BestEffortTurns | None = None) -> None:
         self.app = app
+        self._best_effort = best_effort or BestEffortTurns()
         self._allowed = frozenset(name.lower().removesuffix(".") for name in allowed)
         self._last_accepted: bytes | None = None
         """Nearly all requests name the same host, and parsing an address takes longer than the rest of the check."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (error := self._check(scope)):
+            await self._best_effort.turn_for(scope)
             await respond(Request(scope), error)(scope, receive, send)
             return
         await self.app(scope, receive, send)
@@ -94,7 +97,8 @@ def _is_address(name: str) -> bool:
 class CorsMiddleware(CORSMiddleware):
     """Starlette's middleware with the common error format. API keys authenticate clients; there are no cookies."""
 
-    def __init__(self, app: ASGIApp, origins: Collection[str]) -> None:
+    def __init__(self, app: ASGIApp, origins: Collection[str], best_effort: BestEffortTurns | None = None) -> None:
+        self._best_effort = best_effort or BestEffortTurns()
         super().__init__(
             app,
             allow_origins=origins,
@@ -105,6 +109,7 @@ class CorsMiddleware(CORSMiddleware):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "OPTIONS":
+            await self._best_effort.turn_for(scope)
             headers = Headers(scope=scope)
             is_preflight = "access-control-request-method" in headers
             if is_preflight and not self.is_allowed_origin(headers.get("origin", "")):

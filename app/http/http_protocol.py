@@ -246,13 +246,14 @@ class HttpProtocol(HttpToolsProtocol):
         return self._connections.best_effort.is_exhausted
 
     def _wait_for_turn(self, data: bytes) -> None:
-        if self._connections.best_effort.is_full:
+        best_effort = self._connections.best_effort
+        best_effort.charge(self._parse_seconds)
+        if not best_effort.has_memory(self._address, len(data)):
             self._cut("full")
             return
         self._unparsed = data
         self.flow.block_reading(ReadBlock.TURN)
-        self._connections.best_effort.charge(self._parse_seconds)
-        self._connections.best_effort.request(self._address, self._on_turn)
+        best_effort.request(self._address, self._on_turn, size=len(data))
 
     def _on_turn(self) -> None:
         data, self._unparsed, self._parse_seconds = self._unparsed, b"", 0.0
@@ -261,6 +262,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._parse_input(data)
         if not self._unparsed:
             self.flow.unblock_reading(ReadBlock.TURN)
+            if self._has_unread_body:
+                self.flow.pause_reading()
 
     def _discard(self, size: int) -> None:
         """Counts input that nothing will use, and closes the connection if there is too much of it."""
@@ -318,7 +321,7 @@ class HttpProtocol(HttpToolsProtocol):
         """A chunk of body data; stops reading if the request is queued, to bound its buffer."""
         super().on_body(body)
         self._request_limits.record_body()
-        if len(self.cycle.body) > SMALL_BODY and not self.cycle.response_complete:
+        if self._has_unread_body:
             self.flow.pause_reading()  # until the application asks for more; uvicorn's own limit is 64 KiB
             if self.cycle is not self._running:
                 self.flow.block_reading(ReadBlock.QUEUE)
@@ -404,6 +407,11 @@ class HttpProtocol(HttpToolsProtocol):
     @property
     def _is_busy(self) -> bool:
         return self._running is not None and not self._running.response_complete
+
+    @property
+    def _has_unread_body(self) -> bool:
+        """Whether the application has not read the body that is being received, so that more must wait."""
+        return self.cycle is not None and len(self.cycle.body) > SMALL_BODY and not self.cycle.response_complete
 
     @property
     def _is_receiving_body(self) -> bool:

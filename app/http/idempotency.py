@@ -41,6 +41,9 @@ _Name = tuple[str, str, bytes]
 class Quotas(Protocol):
     """Counts the requests that the middleware answers itself; each method raises RateLimitExceeded."""
 
+    def check(self, request: Request) -> None:
+        """Requires that there is a request left, before the body is read."""
+
     def repeated(self, request: Request) -> AbstractContextManager[object]:
         """Counts a request that gets a finished response, and is concurrent inside the block."""
 
@@ -101,6 +104,7 @@ class IdempotencyMiddleware:
         request = Request(scope)
         async with AsyncExitStack() as stack:
             try:
+                self._quotas.check(request)
                 reading = body_read_before(scope, receive, self._max_body_bytes, self._bodies)
                 body = await stack.enter_async_context(reading)
             except (ApiError, EngineError) as error:

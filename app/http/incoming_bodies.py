@@ -66,7 +66,8 @@ class IncomingBodies:
             if granted.done() and not granted.cancelled():
                 self._release(tenant, size)
             else:
-                queue.remove((size, granted))
+                if (size, granted) in queue:
+                    queue.remove((size, granted))
                 self._forget_if_empty(tenant)
                 self._grant()  # a smaller body behind this one may fit
             if isinstance(error, TimeoutError):
@@ -86,6 +87,10 @@ class IncomingBodies:
             tenant = next(iter(self._waiting))
             self._waiting.move_to_end(tenant)
             size, granted = self._waiting[tenant][0]
+            if granted.cancelled():  # its body leaves in this very iteration of the event loop
+                self._waiting[tenant].popleft()
+                self._forget_if_empty(tenant)
+                continue
             if not self._fits(tenant, size):
                 stuck += 1
                 continue

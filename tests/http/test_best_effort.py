@@ -73,15 +73,25 @@ async def test_cancelled_work_gets_no_turn_and_delays_no_other() -> None:
 
 
 @async_test
-async def test_the_number_of_waiting_pieces_of_work_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(best_effort, "_MAX_WAITING", 2)
-    turns = BestEffortTurns()
+async def test_input_that_waits_takes_bounded_memory_and_leaves_some_to_other_addresses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(best_effort, "_MAX_BYTES", 100)
+    turns, callbacks = BestEffortTurns(), [lambda index=index: index for index in range(5)]
     with turns.paying():
         turns.charge(1.0)
-        waiting = [asyncio.create_task(turns.turn(address)) for address in "ab"]
-        await asyncio.sleep(0)
-        assert turns.is_full
-        for task in waiting:
-            task.cancel()
-        await asyncio.wait(waiting)
-        assert not turns.is_full
+        assert turns.has_memory("a", 100) and not turns.has_memory("a", 101)
+        for callback in callbacks:
+            turns.request("a", callback, size=10)
+        assert not turns.has_memory("a", 10) and turns.has_memory("b", 50)
+        for callback in callbacks:
+            turns.cancel("a", callback)
+        assert turns.has_memory("a", 100) and not turns._waiting and not turns._bytes
+
+
+@async_test
+async def test_a_large_debt_is_forgiven() -> None:
+    turns = BestEffortTurns()
+    with turns.paying():
+        turns.charge(100.0)
+        await asyncio.wait_for(turns.turn("a"), 2.0)

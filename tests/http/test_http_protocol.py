@@ -87,7 +87,7 @@ def test_active_request_receives_the_disconnect_while_another_is_pipelined() -> 
     assert uvloop.run(run()) == [False], "only the started request must receive the disconnect"
 
 
-HURRIED = dataclasses.replace(LIMITS, connections=1, linger_seconds=0.01)
+HURRIED = dataclasses.replace(LIMITS, connections=1, linger_seconds=0.01, parse_seconds=0.0005)
 CHUNKED_HEAD = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 
@@ -180,7 +180,7 @@ def test_input_after_a_response_is_read_up_to_a_limit_and_then_ends_the_connecti
 def test_costly_input_is_parsed_in_turns_and_arrives_complete() -> None:
     async def run() -> tuple[int, Served]:
         waited = 0
-        with Harness(limits=LIMITS) as harness:
+        with Harness(limits=dataclasses.replace(LIMITS, parse_seconds=0.0005)) as harness:
 
             async def send_rest(connection: HttpProtocol) -> None:
                 nonlocal waited

@@ -107,6 +107,10 @@ class _Quotas:
         self.left = left
         self.concurrent = 0
 
+    def check(self, _request: Request) -> None:
+        if not self.left:
+            raise RateLimitExceeded("no requests are left", 7)
+
     @contextmanager
     def repeated(self, request: Request) -> Iterator[None]:
         self.joined(request)

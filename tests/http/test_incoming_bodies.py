@@ -29,8 +29,11 @@ class _Body:
             await self._released.wait()
         self.is_reserved = False
 
-    async def release(self) -> None:
+    def let_go(self) -> None:
         self._released.set()
+
+    async def release(self) -> None:
+        self.let_go()
         await self.task
 
 
@@ -81,6 +84,18 @@ async def test_a_body_that_leaves_when_its_memory_is_granted_returns_it() -> Non
     await asyncio.sleep(0)
     bodies[1].task.cancel()
     assert await _held(bodies) == [False, False, True]
+
+
+@async_test
+async def test_a_body_that_leaves_while_memory_is_released_keeps_none() -> None:
+    memory = IncomingBodies(60, 2 * _PART)
+    bodies = [_Body(memory, "a", 2 * _PART), _Body(memory, "a", 2 * _PART)]
+    assert await _held(bodies) == [True, False]
+    bodies[0].let_go()
+    bodies[1].task.cancel()  # the first task runs before it, and releases
+    await asyncio.wait([body.task for body in bodies])
+    assert bodies[0].task.exception() is None
+    assert await _held([_Body(memory, "a", 2 * _PART)]) == [True]
 
 
 @async_test

@@ -32,6 +32,7 @@ LIMITS = HttpLimits(
     write_seconds=60,
     idle_seconds=60,
     response_seconds=60,
+    parse_seconds=60,  # so that a busy machine changes nothing
 )
 _ABSOLUTE = re.compile(
     rb"[A-Za-z][A-Za-z0-9+.-]*://(?:[^/?#]*@)?(?:\[([^]/?#]*)\]|([^:/?#\[\]]*))(?::[0-9]*)?(/[^?]*)(?:\?(.*))?", re.S

@@ -24,6 +24,7 @@ FLOODS: dict[str, tuple[bytes, bytes]] = {
     "a body without end": (_HEAD % (_COMPLETE, b"Content-Length: 99999999999\r\n"), b"a" * 262_144),
     "probes": (b"", _HEAD % (_LIVE, b"") * 8),
     "refused requests": (b"", _HEAD % (_COMPLETE, b"Content-Length: 2\r\n") + b"{}"),
+    "unknown hosts": (b"", b"GET /health/live HTTP/1.1\r\nHost: evil.example\r\n\r\n"),
     "unknown paths": (b"", _HEAD % (b"GET /nothing", b"")),
     "pages": (b"", _HEAD % (b"GET /", b"")),
     "offers of an upgrade": (b"", _HEAD % (_LIVE, b"Connection: upgrade\r\nUpgrade: h2c\r\n")),
