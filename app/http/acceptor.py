@@ -11,6 +11,8 @@ from app.http.best_effort import BestEffortTurns
 
 _PER_TURN = 16
 """Connections accepted in one iteration of the event loop."""
+_DISCARD_SECONDS = 0.00003
+"""Time for a connection that its client has closed. A queue of them must not delay others for long."""
 _PAUSE_SECONDS = 0.1
 """Until the next try when the system has no file descriptors or memory for another connection."""
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -59,23 +61,26 @@ class Acceptor:
             self._resume()
 
     def _accept(self) -> bool:
-        """Accepts a connection; returns whether there may be more."""
-        try:
-            connection, _ = self._socket.accept()
-        except (BlockingIOError, InterruptedError):
-            return False
-        except OSError as error:
-            if error.errno not in _EXHAUSTED:
-                return True  # the client has gone already
-            self._loop.remove_reader(self._socket)
-            self._paused_until = self._loop.time() + _PAUSE_SECONDS
-            self._loop.call_at(self._paused_until, self._resume)
-            return False
-        connection.setblocking(False)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        opening = self._loop.create_task(self._open(connection))
-        self._opening.add(opening)
-        opening.add_done_callback(self._opening.discard)
+        """Accepts the next connection whose client is still there; returns whether there may be more."""
+        for _attempt in range(_PER_TURN):
+            try:
+                connection, _address = self._socket.accept()
+            except (BlockingIOError, InterruptedError):
+                return False
+            except OSError as error:
+                if error.errno not in _EXHAUSTED:
+                    continue  # the client has gone already
+                self._loop.remove_reader(self._socket)
+                self._paused_until = self._loop.time() + _PAUSE_SECONDS
+                self._loop.call_at(self._paused_until, self._resume)
+                return False
+            if _prepare(connection):
+                opening = self._loop.create_task(self._open(connection))
+                self._opening.add(opening)
+                opening.add_done_callback(self._opening.discard)
+                return True
+            connection.close()
+            self._best_effort.charge(_DISCARD_SECONDS)
         return True
 
     async def _open(self, connection: socket.socket) -> None:
@@ -83,3 +88,15 @@ class Acceptor:
             await self._loop.connect_accepted_socket(self._protocol, connection)
         except OSError:  # the client has gone already
             connection.close()
+
+
+def _prepare(connection: socket.socket) -> bool:
+    """Sets options; returns whether the client is still there, or has sent something."""
+    connection.setblocking(False)
+    try:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return bool(connection.recv(1, socket.MSG_PEEK))
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False

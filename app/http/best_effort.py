@@ -130,8 +130,12 @@ class BestEffortTurns:
                 self._waiting[address] = queue
             self._remove_bytes(address, size)
             self.charge(seconds)
-            callback()
-        self._schedule()
+            try:
+                callback()
+            finally:  # a callback that fails must not leave the others waiting
+                self._schedule()
+        else:
+            self._schedule()
 
     def _remove_bytes(self, address: str, size: int) -> None:
         self._bytes[address] -= size

@@ -252,6 +252,8 @@ class HttpProtocol(HttpToolsProtocol):
             self._cut("full")
             return
         self._unparsed = data
+        if not self._is_busy:  # evicted after connections that have sent nothing
+            self._connections.mark_idle(self.transport, ReceivePhase.HEAD)
         self.flow.block_reading(ReadBlock.TURN)
         best_effort.request(self._address, self._on_turn, size=len(data))
 
@@ -363,7 +365,7 @@ class HttpProtocol(HttpToolsProtocol):
         """Server shutdown: closes an idle connection now, a busy or new one after its response."""
         if self._is_busy:
             self.cycle.keep_alive = False
-        elif self._request_limits.phase is ReceivePhase.DONE:
+        elif self._request_limits.phase is ReceivePhase.DONE and not self._unparsed:
             self.transport.close()
 
     def abort(self) -> None:
@@ -478,6 +480,8 @@ class HttpProtocol(HttpToolsProtocol):
             self.transport.abort()
         elif self._is_busy and not self._is_receiving_body:
             self._cut("answer_timeout")
+        elif self._unparsed:
+            self._timeouts.set_deadline(self._limits.head_seconds)  # the wait for a turn is not the client's
         elif phase in (ReceivePhase.NEW, ReceivePhase.DONE):
             self.transport.close()  # the client has not sent a request, or none after the last one
         else:
