@@ -117,8 +117,9 @@ class _Server(uvicorn.Server):
             _log.warning("drain timeout expired: ending %d requests", len(tasks))
             self._service.fail_all(NotReady("the service is shutting down: try again in a moment", 5))
             await asyncio.wait(tasks, timeout=_CLOSE_SECONDS)
-        for _ in range(100):  # slow clients may still be reading the last responses
-            if not any(connection.flow.write_paused for connection in self._open_connections):
+        for _ in range(100):  # slow clients may still be reading the last responses, and requests wait for their turns
+            is_writing = any(connection.flow.write_paused for connection in self._open_connections)
+            if not (is_writing or self._connections.best_effort.is_exhausted):
                 break
             await asyncio.sleep(_CLOSE_SECONDS / 100)
 

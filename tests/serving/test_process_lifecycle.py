@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
 import shutil
@@ -18,6 +19,8 @@ import pytest
 from tests.support import ROOT
 from tests.support.armed_faults import Faults
 from tests.support.completion_client import fetch_completion, parse_events
+from tests.support.http.raw_client import connect, get_request, post_request, read_all
+from tests.support.keyed_server import Keyring
 from tests.support.load.concurrent_clients import RequestSpec, concurrent_requests, engine_pid
 from tests.support.model.tiny_models import tiny_weights
 from tests.support.processes import is_stopped
@@ -41,6 +44,23 @@ def test_sigterm_to_the_process_group_drains(tmp_path: Path, weights: Path) -> N
         server.process.send_signal(signal.SIGTERM)
         os.kill(engine, signal.SIGCONT)
     assert b"event: done" in response.body
+    assert server.process.wait(60) == 0
+
+
+def test_requests_that_wait_for_a_turn_are_answered_before_the_service_ends(tmp_path: Path, weights: Path) -> None:
+    """Those without a key wait while a key's stream runs: the drain ended with it, and closed them unanswered."""
+    keys = Keyring.of(tmp_path / "keys", "a")
+    server = start_server(tmp_path, weights, "--keys-file", str(keys.file), fake_ms=5)
+    with contextlib.ExitStack() as stack:
+        stream = stack.enter_context(connect(server))
+        stream.sendall(post_request(LONG, "/complete", f"Authorization: Bearer {keys.keys['a']}", "Connection: close"))
+        assert stream.recv(65536).startswith(b"HTTP/1.1 200")
+        connections = [stack.enter_context(connect(server)) for _ in range(600)]
+        for connection in connections:
+            connection.sendall(get_request("/nothing", "Connection: close"))
+        server.process.send_signal(signal.SIGTERM)
+        assert b"event: done" in read_all(stream)
+        assert {read_all(connection)[:12] for connection in connections} == {b"HTTP/1.1 401"}
     assert server.process.wait(60) == 0
 
 
