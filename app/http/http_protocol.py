@@ -480,7 +480,7 @@ class HttpProtocol(HttpToolsProtocol):
             self.transport.abort()
         elif self._is_busy and not self._is_receiving_body:
             self._cut("answer_timeout")
-        elif self._unparsed:
+        elif self._unparsed and phase is not ReceivePhase.HEAD:
             self._timeouts.set_deadline(self._limits.head_seconds)  # the wait for a turn is not the client's
         elif phase in (ReceivePhase.NEW, ReceivePhase.DONE):
             self.transport.close()  # the client has not sent a request, or none after the last one

@@ -31,6 +31,9 @@ class TokenSettings(msgspec.Struct, frozen=True, kw_only=True):
     is_object: bool = False
 
 
+msgspec.convert({"content": ""}, TokenSettings)  # evaluates the annotations now, not while a hostile file is read
+
+
 class TokenizerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What the files next to a tokenizer.json say."""
 

@@ -38,6 +38,7 @@ class _Completion:
 def _handle(*texts: str) -> Any:
     return SimpleNamespace(
         name="r",
+        callers_id="",
         session=_Completion(*texts),
         admitted=SimpleNamespace(truncated=False),
         record_progress=lambda: None,

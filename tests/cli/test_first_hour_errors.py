@@ -32,7 +32,7 @@ BODIES = [
     (b'{"max_tokens":5}', "prompt is required"),
     (b'{"promt":"a"}', "prompt is required: 'promt' is not a field"),
     (b'{"prompt":"a","logit_bias":{"the":1}}', 'logit_bias: each key must be a token id, such as "17"'),
-    (b'{"prompt":"a","user":"a b"}', "user: must consist of letters, digits, _ and -"),
+    (b'{"prompt":"a","request_id":"a b"}', "request_id: must consist of letters, digits, _ and -"),
     (b'{"prompt":"a","max_tokens":"100"}', "max_tokens: Input should be a valid integer"),
     (b'{"prompt":"' + b"x " * 9000 + b'"}', "shorten the prompt, or keep only its end with truncate_prompt_tokens"),
     (b'{"prompt":"' + b"x" * 100_000 + b'"}', "shorten it, or start the service with a larger --max-body-bytes"),

@@ -117,7 +117,7 @@ def test_features_that_need_torch_are_refused_without_it(
     changes: dict[str, Any], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(EngineStartError, match=rf"^torch is not installed, .*{reason}.*inkstream\[torch\]"):
+    with pytest.raises(EngineStartError, match=rf"^torch is not installed, .*{reason}.*pip install torch"):
         build_engine(_config(tmp_path, **changes))
 
 

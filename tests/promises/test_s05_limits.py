@@ -78,13 +78,12 @@ def test_bytes_at_the_limit_are_served_and_above_it_refused(
 
 
 LISTS: list[tuple[str, Any, Any]] = [
-    ("stop", ["a"] * 16, ["a"] * 17),
+    ("stop", ["a"] * 64, ["a"] * 65),
     ("stop", ["a" * 256], ["a" * 257]),
     ("stop_token_ids", [70] * 64, [70] * 65),
     ("logit_bias", {str(i): 1 for i in range(300)}, {str(i): 1 for i in range(301)}),
-    ("n", 16, 17),
+    ("n", 64, 65),
     ("logprobs", 20, 21),
-    ("user", "u" * 64, "u" * 65),
     ("request_id", "u" * 64, "u" * 65),
 ]
 

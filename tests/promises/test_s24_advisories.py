@@ -130,7 +130,7 @@ _prompt_logprobs = _all_of(  # [tokens, vocabulary] of log-probabilities is neve
     _answers({"prompt": _IDS, "echo": True, "logprobs": 20, "max_tokens": 0}),
     _answers({"prompt": _IDS, "logprobs": 20}, paths=("/score",), statuses=(200,)),
 )
-_MANY = (17, 10**6, 2**31, 10**30)
+_MANY = (65, 10**6, 2**31, 10**30)
 _wide = _all_of(
     _answers(*_values("n", *_MANY), statuses=(400,), seconds=5),
     _answers(*_values("best_of", *_MANY), statuses=(400,), paths=("/v1/completions",)),
@@ -250,7 +250,10 @@ def _split_headers(server: Server) -> None:
         answer = send_raw(server.url, raw_request("GET", target, HOST, "Last-Event-ID: x\tSet-Cookie: a=b"))
         assert b"set-cookie" not in answer.lower().partition(b"\r\n\r\n")[0]
     values = ("a\r\nSet-Cookie: a=b", "a\nb", "a b", "\x00", "a" * 65, "../a", "<b>")
-    _answers(*_values("user", *values), *_values("request_id", *values), statuses=(400,))(server)
+    _answers(*_values("request_id", *values), statuses=(400,))(server)
+    for value in values:
+        response = _post(server, user=value)
+        assert response.status_code == 200 and "set-cookie" not in response.headers
 
 
 ADVISORIES: dict[str, Check] = {

@@ -78,6 +78,8 @@ def client(server: Server, ring: Keyring) -> Iterator[httpx.Client]:
 
 _REFUSED = ("/complete", {f"f{i}": i for i in range(60_000)})
 """A refused request that costs only parsing time."""
+_IDS = ("/complete", {"prompt": [7] * (_BYTES // 3), "max_tokens": 1, "stream": False})
+"""A body of token ids, which takes longest to parse."""
 
 
 def _bodies() -> list[tuple[str, dict[str, Any]]]:
@@ -132,7 +134,7 @@ def test_parsing_bodies_without_a_share_limit_is_detected(
     alone = min(victim() for _ in range(5))
     with (
         faults.armed("loop_share.unlimited", "remove"),
-        running_load(replace(costly_load, requests=[_REFUSED], clients=8)),
+        running_load(replace(costly_load, requests=[_IDS], clients=32)),
     ):
         assert any(victim() > _FLOOR * alone for _ in range(5)), "a single request may fall between two bodies"
 

@@ -14,6 +14,7 @@ import pytest
 from app.engine.cpu.toolchain.cpu_target import this_level
 from app.engine.cpu.toolchain.library_cache import BuildRecipe
 from benchmarks.service_process import ServiceStartError
+from model.machine import has_native_bfloat16
 from tests.support.completion_client import fetch_completion
 from tests.support.fake_compiler import FakeCompiler, fake_compiler
 from tests.support.load.concurrent_clients import engine_pid
@@ -22,6 +23,8 @@ from tests.support.servers import Server, running_server, start_server, stop_ser
 
 pytestmark = pytest.mark.slow
 
+DTYPE = "bfloat16" if has_native_bfloat16() else "float32"
+"""What --dtype auto means on this machine."""
 BUILDING = "building native kernels for the next start"
 BUILT = "native kernels are built: restart to use them"
 
@@ -68,7 +71,7 @@ def test_service_without_kernels_uses_torch_and_builds_them_for_the_next_start(
         assert (cache / BuildRecipe(level=this_level()).name).exists()
         os.kill(engine_pid(server), signal.SIGKILL)
         _wait_for_log(server, "ready: ", 2)
-        assert _numerics(server) == {"torch-bfloat16"}, "a restarted engine must compute like the one before it"
+        assert _numerics(server) == {f"torch-{DTYPE}"}, "a restarted engine must compute like the one before it"
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
@@ -108,10 +111,10 @@ def test_existing_kernels_are_used_without_a_build(
     tmp_path: Path, weights: Path, native_library: Path, slow: FakeCompiler
 ) -> None:
     with running_server(tmp_path, weights, "--kernels", "auto", "--cache-dir", str(native_library.parent)) as server:
-        assert _numerics(server) == {f"native2-{this_level().name}-bfloat16"}
+        assert _numerics(server) == {f"native2-{this_level().name}-{DTYPE}"}
         os.kill(engine_pid(server), signal.SIGKILL)
         _wait_for_log(server, "ready: ", 2)
-        assert _numerics(server) == {f"native2-{this_level().name}-bfloat16"}
+        assert _numerics(server) == {f"native2-{this_level().name}-{DTYPE}"}
     assert BUILDING not in server.log.read_text() and not slow.pids
 
 

@@ -128,6 +128,7 @@ def test_unsupported_cpu_runs_on_torch(cache_dir: Path, monkeypatch: pytest.Monk
         check_native_available("native", "auto", Libraries())
 
 
+@pytest.mark.skipif(this_level() == X86_LEVELS[-1], reason="no library of this machine is above the lowest level")
 def test_library_above_the_level_of_the_engine_falls_back_to_torch(
     cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,6 +49,7 @@ _MAY_READ = (
     "/proc/meminfo",
     "/proc/cpuinfo",
     "/proc/self/cgroup",
+    "/proc/self/mountinfo",
     "/sys/fs/cgroup/",
     "/sys/devices/system/",
     "/sys/devices/cpu_core/",
