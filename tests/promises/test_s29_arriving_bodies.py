@@ -114,7 +114,7 @@ def test_more_waiting_bodies_of_a_key_are_refused(server: Server, ring: Keyring,
             except BlockingIOError:
                 continue
     assert set(statuses) == {429}
-    promise.at_least("bodies refused with 429 out of 120", len(statuses), target=70, n=120)
+    promise.at_least("bodies refused with 429 out of 120", len(statuses), target=70, floor=60, n=120)
 
 
 def test_memory_without_reservations_is_detected(server: Server, ring: Keyring, faults: Faults) -> None:
