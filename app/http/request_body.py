@@ -99,7 +99,7 @@ async def _read_limited(
             body += chunk
             if len(body) > limit:
                 raise _too_large(limit)
-            if reservation and not size and len(body) > SMALL_BODY:  # a chunked body, whose length nobody declared
+            if reservation and not size and len(body) > SMALL_BODY:  # a chunked body declares no length
                 size = limit
                 await reservation.enter_async_context(bodies.reserved(tenant, limit))
     except ClientDisconnect:

@@ -82,6 +82,6 @@ async def test_alias_finds_the_last_stream_of_its_own_owner_and_ends_with_it() -
     assert store.find("x", "alice") is last
     assert store.find("x", "bob") is None
     assert store.find("a", "alice") is first, "a name goes before an alias"
-    assert store.find("a", "bob") is other, "an alias hides nobody's stream"
+    assert store.find("a", "bob") is other, "an alias does not hide another owner's stream"
     store.clear()
     assert store.find("x", "alice") is None

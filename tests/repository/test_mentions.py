@@ -317,7 +317,7 @@ def test_every_exception_is_needed() -> None:
 
 
 def test_no_advice_installs_our_name_from_an_index() -> None:
-    """No index has our package: somebody else could register its name there. A path or a wheel is fine."""
+    """No index has our package, and a stranger could register its name there. A path or a wheel is fine."""
     names = ("app", "model", "benchmarks", "deploy", "docs", "examples", "README.md", "CONTRIBUTING.md", "Dockerfile")
     name = r"""[^\n`]*?(?<![\w./*-])["']?inkstream(?=[\["'=<>\s`]|$)"""
     advice = re.compile(rf"\b(?:pip|pipx|uv|uvx)\b[^\n`#]*\binstall[ \t]+{name}", re.M)

@@ -22,7 +22,7 @@ _NEXT = Version(RELEASE).major, Version(RELEASE).minor, Version(RELEASE).micro +
 
 @pytest.fixture(autouse=True)
 def no_override(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The variables of whoever runs the tests have no effect."""
+    """Unset the variables of the environment in which the tests run."""
     monkeypatch.delenv(builds.ENVIRONMENT_VARIABLE, raising=False)
 
 

@@ -191,7 +191,7 @@ BODIES: Mapping[str, Callable[[Handler], None]] = {
     "redirect to no URL": redirects_to("http://[::1"),
     "redirect to a bad port": redirects_to("http://127.0.0.1:99999999/x"),
     "no content": with_body(status="204 No Content", body=b""),
-    "a range nobody asked for": with_body(
+    "a range that was not requested": with_body(
         "Content-Length: 2", "Content-Range: bytes 0-1/2", status="206 Partial Content"
     ),
     "negative length": with_body("Content-Length: -5"),
