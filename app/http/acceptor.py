@@ -30,8 +30,7 @@ class Acceptor:
         self._socket, self._protocol, self._best_effort = sock, protocol, best_effort
         self._loop = asyncio.get_running_loop()
         self._opening: set[asyncio.Task[object]] = set()
-        self._is_closed = False
-        self._paused_until = 0.0
+        self._is_closed = self._is_paused = False
         sock.setblocking(False)
         sock.listen(backlog)
         self._resume()
@@ -43,8 +42,18 @@ class Acceptor:
         self._socket.close()
 
     def _resume(self) -> None:
-        if not self._is_closed and self._loop.time() >= self._paused_until:
+        if not self._is_closed and not self._is_paused:
             self._loop.add_reader(self._socket, self._on_readable)
+
+    def _pause(self) -> None:
+        """Accepts nothing for a while. A flag ends it, not the clock: uvloop calls timers up to 1 ms early."""
+        self._is_paused = True
+        self._loop.remove_reader(self._socket)
+        self._loop.call_later(_PAUSE_SECONDS, self._end_pause)
+
+    def _end_pause(self) -> None:
+        self._is_paused = False
+        self._resume()
 
     def _on_readable(self) -> None:
         for _ in range(_PER_TURN):
@@ -70,9 +79,7 @@ class Acceptor:
             except OSError as error:
                 if error.errno not in _EXHAUSTED:
                     continue  # the client has gone already
-                self._loop.remove_reader(self._socket)
-                self._paused_until = self._loop.time() + _PAUSE_SECONDS
-                self._loop.call_at(self._paused_until, self._resume)
+                self._pause()
                 return False
             if _prepare(connection):
                 opening = self._loop.create_task(self._open(connection))
