@@ -21,8 +21,7 @@ from app.common.errors import RateLimitExceeded
 from app.http.auth import tenant_of
 from app.http.errors import ApiError, from_validation
 from app.http.incoming_bodies import IncomingBodies
-from app.http.json_encoding import utf8_json
-from app.http.request_body import json_body
+from app.http.request_body import json_body, utf8_json
 from app.http.response_model import ResponseModel, json_schema
 from app.http.sse import until_disconnect
 from app.serving.service import Service

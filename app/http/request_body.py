@@ -1,7 +1,9 @@
-"""Request body: reads a JSON body within the limits on its type, size, memory and number of lists and objects."""
+"""Request body: reads a JSON body within limits on type, encoding, size, memory and number of lists and objects."""
 
 from __future__ import annotations
 
+import codecs
+import json
 import re
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -22,8 +24,6 @@ _NOT_JSON = (
     "the body must be JSON: send the header Content-Type: application/json (curl: -H 'content-type: application/json')"
 )
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
-
-
 _RESERVATION_KEY = "inkstream_body_reservation"
 
 
@@ -61,6 +61,21 @@ async def body_read_before(
         body = await _read_limited(request, limit, bodies, reservation)
         scope[_RESERVATION_KEY] = reservation
         yield body
+
+
+def utf8_json(body: bytearray) -> bytes:
+    """The body without a byte order mark, as Windows' editors and shells write one. Raises ApiError 400.
+
+    RFC 8259, 8.1: JSON that systems exchange is UTF-8, and a parser may ignore a byte order mark.
+    """
+    encoding = json.detect_encoding(body[:4])
+    if encoding == "utf-8-sig":
+        return bytes(memoryview(body)[len(codecs.BOM_UTF8) :])
+    if encoding != "utf-8":
+        name = encoding[:6].upper()
+        message = f"the body is {name}, and JSON is UTF-8: convert it, for example with iconv -f {name} -t UTF-8"
+        raise ApiError(400, message, code="invalid_json")
+    return bytes(body)
 
 
 def has_too_many_containers(body: bytes | bytearray) -> bool:

@@ -15,7 +15,7 @@ from starlette.routing import Match
 
 from app.common.settings import Settings
 from app.http.errors import ApiError
-from app.http.json_encoding import utf8_json
+from app.http.request_body import utf8_json
 from app.main import create_app
 from tests.support.keyed_server import Keyring, bearer
 from tests.support.servers import Server
