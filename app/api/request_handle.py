@@ -201,7 +201,7 @@ class RequestHandle:
     async def collect(self) -> list[CollectedOutput]:
         """Collects the output of all choices. Raises EngineError."""
         text_parts: list[list[str]] = [[] for _ in self.session.choices]
-        tokens = [TokenTable() for _ in self.session.choices]
+        tokens: dict[int, TokenTable] = {}
         finished: dict[int, Finished] = {}
 
         def collect_events(_writes: Writes) -> bool:
@@ -211,7 +211,8 @@ class RequestHandle:
                 event = self.session.events.popleft()
                 if isinstance(event, Delta):
                     text_parts[event.index].append(event.text)
-                    tokens[event.index].extend(event.tokens)
+                    if event.tokens:
+                        tokens.setdefault(event.index, TokenTable()).extend(event.tokens)
                 elif isinstance(event, Finished):
                     self.record_finished(event)
                     finished[event.index] = event
@@ -223,7 +224,8 @@ class RequestHandle:
         except Exception as error:
             self.on_error(error)
             raise
-        return [CollectedOutput(finished[i], "".join(text), tokens[i]) for i, text in enumerate(text_parts)]
+        none = TokenTable()
+        return [CollectedOutput(finished[i], "".join(text), tokens.get(i, none)) for i, text in enumerate(text_parts)]
 
     def close(self) -> None:
         """Ends the request and counts it; idempotent."""

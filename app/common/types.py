@@ -20,7 +20,7 @@ from msgspec import Struct
 
 SEED_BITS = 63
 MAX_BIASES = 300
-_PENALTY = "{}_penalty must be from -2 to 2"
+_PRESENCE, _FREQUENCY = (f"{name}_penalty must be from -2 to 2" for name in ("presence", "frequency"))
 
 
 class SamplingParams(Struct, frozen=True, kw_only=True):
@@ -55,16 +55,20 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
         require(isfinite(self.min_p) and 0 <= self.min_p <= 1, "min_p must be from 0 to 1")
         require(isfinite(self.typical_p) and 0 < self.typical_p <= 1, "typical_p must be above 0 and at most 1")
         require(isfinite(self.repetition_penalty) and self.repetition_penalty > 0, "repetition_penalty must be above 0")
-        require(isfinite(self.presence_penalty) and abs(self.presence_penalty) <= 2, _PENALTY.format("presence"))
-        require(isfinite(self.frequency_penalty) and abs(self.frequency_penalty) <= 2, _PENALTY.format("frequency"))
-        require(len(self.logit_bias) <= MAX_BIASES, f"logit_bias may have at most {MAX_BIASES} entries")
-        require(all(token >= 0 for token, _ in self.logit_bias), "logit_bias must name token ids of 0 or above")
-        require(all(isfinite(x) and abs(x) <= 100 for _, x in self.logit_bias), "logit_bias must be from -100 to 100")
-        require(len({token for token, _ in self.logit_bias}) == len(self.logit_bias), "logit_bias names an id twice")
+        require(isfinite(self.presence_penalty) and abs(self.presence_penalty) <= 2, _PRESENCE)
+        require(isfinite(self.frequency_penalty) and abs(self.frequency_penalty) <= 2, _FREQUENCY)
+        if self.logit_bias:
+            self._check_bias()
         require(0 <= self.min_tokens < 2**31, "min_tokens must be 0 or above")
         require(0 <= self.choice < 2**31, "choice must be 0 or above")
         require(-(2**SEED_BITS) <= self.seed < 2**SEED_BITS, "seed must fit 64 bits")
         require(self.logprobs is None or 0 <= self.logprobs <= 20, "logprobs must be from 0 to 20")
+
+    def _check_bias(self) -> None:
+        require(len(self.logit_bias) <= MAX_BIASES, f"logit_bias may have at most {MAX_BIASES} entries")
+        require(all(token >= 0 for token, _ in self.logit_bias), "logit_bias must name token ids of 0 or above")
+        require(all(isfinite(x) and abs(x) <= 100 for _, x in self.logit_bias), "logit_bias must be from -100 to 100")
+        require(len({token for token, _ in self.logit_bias}) == len(self.logit_bias), "logit_bias names an id twice")
 
 
 def require(condition: bool, message: str) -> None:

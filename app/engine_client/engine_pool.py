@@ -219,15 +219,18 @@ class EngineClient:
         if self.ready is None or self.n_suspects:
             return False
         compiling = self._compiling
-        taken = compiling if request.grammar else self._streams.keys() - compiling
-        if len(taken) >= self.max_running + max(1, min(_MAX_PREFETCHED, self.max_running // _PREFETCHED_SHARE)):
+        n_taken = len(compiling) if request.grammar else len(self._streams) - len(compiling)
+        if n_taken >= self.max_running + max(1, min(_MAX_PREFETCHED, self.max_running // _PREFETCHED_SHARE)):
             return False
         namespace = request.cache_namespace
+        if not namespace:
+            return True
+        taken = compiling if request.grammar else self._streams.keys() - compiling
         own = [name for name in taken if self._streams[name].requests[0].cache_namespace == namespace]
-        if not (namespace and own):
+        if not own:
             return True
         tokens = sum(prompt_tokens(self._unstarted[name]) for name in own if name in self._unstarted)
-        return len(taken) < self.max_running - self.max_running // 8 and tokens < self._step_prompt_tokens
+        return n_taken < self.max_running - self.max_running // 8 and tokens < self._step_prompt_tokens
 
     def send(self, stream: TokenStream, request_id: str) -> None:
         """Sends a request for which there is capacity; a suspect is sent once no other one is on trial."""
@@ -512,11 +515,13 @@ class EnginePool:
         """Engine to which a request is sent now; None if it must wait."""
         stream = self._waiting[request_id]
         request = stream.requests[0]
+        if len(self.engines) == 1:
+            return 0 if self.engines[0].has_capacity(request) else None
         available = {index: engine for index, engine in enumerate(self.engines) if engine.has_capacity(request)}
         if (bound := self._bound_engine(stream)) is not None:
             return bound if bound in available else None
-        if not available or len(self.engines) == 1:
-            return next(iter(available), None)
+        if not available:
+            return None
         candidates = {index: engine for index, engine in available.items() if engine.can_start} or available
         loads, requests = {index: engine.load for index, engine in candidates.items()}, stream.open_requests
         assert self._common_ready

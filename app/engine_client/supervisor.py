@@ -46,6 +46,7 @@ class EngineProcess(asyncio.Protocol):
         self._process = process
         self._on_frame = on_frame
         self._frames = FrameDecoder()
+        self._unwritten: list[bytes] = []
         self._transport: Any = None
 
     @classmethod
@@ -76,9 +77,18 @@ class EngineProcess(asyncio.Protocol):
         return self._process.pid
 
     def send(self, frame: Down) -> None:
-        """Sends a frame without waiting; frames to a process that has exited are dropped."""
-        if not self._transport.is_closing():
-            self._transport.write(encode_frame(frame))
+        """Sends a frame without waiting; frames to a process that has exited are dropped.
+
+        Frames of one iteration of the event loop are written together: uvloop makes a system call for each write.
+        """
+        if not self._unwritten:
+            asyncio.get_running_loop().call_soon(self._write)
+        self._unwritten.append(encode_frame(frame))
+
+    def _write(self) -> None:
+        unwritten, self._unwritten = self._unwritten, []
+        if unwritten and not self._transport.is_closing():
+            self._transport.write(b"".join(unwritten))
 
     def kill(self) -> None:
         """Kills the process; idempotent."""
@@ -87,6 +97,7 @@ class EngineProcess(asyncio.Protocol):
 
     async def terminate(self) -> int:
         """Closes the pipe, waits for the process to exit, and kills it if it does not. Returns its exit code."""
+        self._write()
         self._transport.close()
         try:
             await asyncio.wait_for(self._process.wait(), _GRACE_SECONDS)

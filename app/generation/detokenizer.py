@@ -141,8 +141,7 @@ class OutputChoice:
         self._rules = rules
         self._decoder = StreamDecoder()
         # A prompt of special tokens only has no text, so the completion is the start of the text.
-        has_no_text = not any(tokenizer.token_bytes(token) for token in request.prompt)
-        self._strips_space = has_no_text and tokenizer.strips_first_space
+        self._strips_space = tokenizer.strips_first_space and not any(map(tokenizer.token_bytes, request.prompt))
         self._is_plain = not (rules.stops or self._strips_space or echo)
         """Whether the text needs no echo, no stop strings and no change of its start."""
         self._matcher = StopMatcher(rules.stops, rules.marked_stops.stops)

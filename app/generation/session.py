@@ -66,7 +66,7 @@ class GenerationSession:
     __slots__ = (  # as in TokenStream
         *("stream", "choices", "times", "prompt_tokens", "cached_tokens", "inter_token_latencies", "events"),
         *("last_event_at", "_timeouts", "_deadline", "_paused_at", "_paused_seconds", "_started", "_failure"),
-        *("_queued_at", "_timer", "_consumer"),
+        *("_queued_at", "_timer", "_consumer", "_n_open"),
     )
 
     def __init__(
@@ -74,6 +74,7 @@ class GenerationSession:
     ) -> None:
         self.stream = stream
         self.choices = choices
+        self._n_open = len(choices)
         self.times = times
         leaders = [request for request in stream.requests if request.leader is None]
         self.prompt_tokens = sum(len(leader.prompt) + len(leader.source) for leader in leaders)
@@ -106,7 +107,7 @@ class GenerationSession:
     @property
     def is_done(self) -> bool:
         """Whether every choice has ended and all events were taken."""
-        return not self.events and self._failure is None and all(choice.ended for choice in self.choices)
+        return not self.events and self._failure is None and not self._n_open
 
     def close(self) -> None:
         """Releases the engine's resources of this request; idempotent."""
@@ -174,6 +175,11 @@ class GenerationSession:
             self.events.extend(events)
             self.last_event_at = time.monotonic()
 
+    def _emit_end(self, choice: OutputChoice) -> None:
+        assert choice.ended
+        self._n_open -= 1
+        self._emit(choice.ended)
+
     @property
     def _longest_silence(self) -> float:
         return self._timeouts.heartbeat if self.stream.queue_position is None else _QUEUE_EVENT_SECONDS
@@ -210,8 +216,7 @@ class GenerationSession:
         for choice in self.choices:
             if not choice.ended:
                 self._emit(*choice.finish(finish_reason))
-                assert choice.ended
-                self._emit(choice.ended)
+                self._emit_end(choice)
 
     def _on_arrivals(self, arrivals: Sequence[Arrival]) -> None:
         for arrival in arrivals:
@@ -246,7 +251,7 @@ class GenerationSession:
             self.events.extend(deltas)
             self.last_event_at = time.monotonic()
         if choice.ended:
-            self._emit(choice.ended)
+            self._emit_end(choice)
             if not event.finish:
                 self.stream.cancel_sequence(arrival.choice)
 
@@ -317,6 +322,7 @@ class BuiltRequests:
                 f"min_tokens ({request.min_tokens}) must not be above max_tokens ({request.max_tokens})", "min_tokens"
             )
         params = self._params()
+        stop_ids = tuple(dict.fromkeys((*self._eos_ids, *request.stop_token_ids)))
         requests = []
         n_choices: Counter[tuple[int, ...]] = Counter()
         """By prompt: the continuations so far, if equal prompts vary."""
@@ -330,7 +336,7 @@ class BuiltRequests:
                 max_tokens=min(request.max_tokens, self._most_tokens(len(prompt.ids))),
                 params=replace(params, choice=first),
                 source=source,
-                stop_ids=tuple(dict.fromkeys((*self._eos_ids, *request.stop_token_ids))),
+                stop_ids=stop_ids,
                 prompt_logprobs=request.logprobs if request.echo else None,
                 grammar=grammar,
                 cache_namespace=self._salt,

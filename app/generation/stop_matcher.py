@@ -72,15 +72,17 @@ class StopMatcher:
 
     def __init__(self, stops: Sequence[str], marked: Mapping[str, str] = MappingProxyType({})) -> None:
         """marked: see MarkedStops."""
-        self._stops = sorted({*stops, *marked}, key=len, reverse=True)
+        self._stops = sorted({*stops, *marked}, key=len, reverse=True) if stops or marked else ()
         self._marked = marked
-        self._max_length = max(map(len, self._stops), default=0)
+        self._max_length = len(self._stops[0]) if self._stops else 0
         self._pending_text = ""
         self.matched: str | None = None
         """The stop string that ended the text."""
 
     def feed(self, text: str) -> str:
         """Adds text; returns the part that can be sent now."""
+        if not self._stops:
+            return text
         if self.matched is not None:
             return ""
         buffer = self._pending_text + text

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator
 from functools import partial
 from typing import TypeVar
 
@@ -49,21 +48,21 @@ class TextEncoder:
     def encode(self, text: str) -> list[int]:
         """Tokenizer.encode(). Raises InvalidRequest, EngineFailed."""
         if self._sandbox is None:
-            with _panics_reported():
+            with _panics_reported:
                 return self.tokenizer.encode(text)
         return list(self._ask(Encode(text=text, part="prompt")).ids)
 
     def encode_plain(self, text: str) -> list[int]:
         """Encodes without adding special tokens. Raises InvalidRequest, EngineFailed."""
         if self._sandbox is None:
-            with _panics_reported():
+            with _panics_reported:
                 return self.tokenizer.encode_many([text])[0]
         return list(self._ask(Encode(text=text, part="plain")).ids)
 
     def span_slices(self, text: str, part: Part) -> Generator[None, None, CompactSpans]:
         """The tokens of a text with their spans, in one slice with a sandbox. Raises InvalidRequest, EngineFailed."""
         if self._sandbox is None:
-            with _panics_reported():
+            with _panics_reported:
                 return (yield from slices_of(self.tokenizer, text, part))
         spans = CompactSpans()
         spans.append(self._ask(Encode(text=text, part=part, has_spans=True)))
@@ -84,16 +83,23 @@ class TextEncoder:
             self._seconds_left -= time.monotonic() - started
 
 
-@contextmanager
-def _panics_reported() -> Iterator[None]:
-    """Turns panics of the tokenizers library, which are not Exceptions and would end the thread, into EngineFailed."""
-    try:
-        yield
-    except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
-        raise
-    except BaseException as error:
+class _PanicsReported:
+    """Turns panics of the tokenizers library, which are not Exceptions and would end the thread, into EngineFailed.
+
+    Used for each prompt of a batch: as a generator it cost as much as encoding a short text.
+    """
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is None or isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit | MemoryError):
+            return
         _log.error("the tokenizer failed on a text: %s", one_line(str(error)[:200]))
         raise EngineFailed("the model's tokenizer failed on this text") from None
+
+
+_panics_reported = _PanicsReported()
 
 
 _MAX_INLINE_LENGTH = 5_000
