@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
@@ -22,7 +23,7 @@ from app.common.operating_system import ensure_file_limit
 from app.common.settings import Settings
 from app.common.version import VERSION
 from app.http import request_log
-from app.http.auth import AuthMiddleware, public_routes
+from app.http.auth import AuthMiddleware, has_known_key, public_routes
 from app.http.connection_limits import ConnectionLimits, HttpLimits
 from app.http.host_filter import CorsMiddleware, HostFilter
 from app.http.idempotency import IdempotencyMiddleware
@@ -100,9 +101,9 @@ def create_app(
         openapi_tags=TAGS,
         lifespan=lifespan,
     )
-    app.state.connections = connections = ConnectionLimits(connection_limits(settings))
-    _add_middleware(app, settings, connections, tracing)
-    request_log.install(app)
+    keys = ApiKeys(settings.keys_file) if settings.keys_file else None
+    connections = ConnectionLimits(connection_limits(settings), partial(has_known_key, keys=keys))
+    _add_middleware(app, settings, keys, connections, tracing)
     _add_routes(app, settings)
     return app
 
@@ -117,9 +118,12 @@ def _add_routes(app: FastAPI, settings: Settings) -> None:
     app.state.pages = static_pages.Pages(settings.compared_origins)
 
 
-def _add_middleware(app: FastAPI, settings: Settings, connections: ConnectionLimits, tracing: Tracing | None) -> None:
+def _add_middleware(
+    app: FastAPI, settings: Settings, keys: ApiKeys | None, connections: ConnectionLimits, tracing: Tracing | None
+) -> None:
     """Adds the middleware, which runs before routing; the last one added runs first."""
-    keys = ApiKeys(settings.keys_file) if settings.keys_file else None
+    request_log.install(app)
+    app.state.connections = connections
     app.state.key_names = (lambda: keys.names) if keys else tuple
     app.state.incoming_bodies = IncomingBodies(settings.body_timeout / 2)
     app.add_middleware(

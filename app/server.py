@@ -64,7 +64,7 @@ class _Server(uvicorn.Server):
         protocol = functools.partial(
             HttpProtocol, self._connections, self.config, self.server_state, self.lifespan.state, None
         )
-        self._acceptor = Acceptor(sockets[0], self.config.backlog, protocol, self._connections.best_effort)
+        self._acceptor = Acceptor(sockets[0], self.config.backlog, protocol, self._connections)
         if self.has_pending_hangup and (reloader := getattr(self.config.app.state, "reloader", None)):
             reloader.request_reload()
         self._watch_task = asyncio.create_task(self._watch_engine())

@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import socket
 from collections.abc import Callable
 
-from app.http.best_effort import BestEffortTurns
+from app.http.connection_limits import ConnectionLimits
+from app.http.lobby import Lobby
 
 _PER_TURN = 16
-"""Connections accepted in one iteration of the event loop."""
-_DISCARD_SECONDS = 0.00003
-"""Time for a connection that its client has closed. A queue of them must not delay others for long."""
+"""Connections accepted in one iteration of the event loop, or in one turn."""
 _PAUSE_SECONDS = 0.1
 """Until the next try when the system has no file descriptors or memory for another connection."""
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Acceptor:
-    """A listening socket. New connections wait in the kernel's backlog until their turn.
+    """A listening socket. New connections wait in the kernel's backlog until they are accepted, then in the lobby.
 
     An event loop's own server accepts whatever arrives, so a client that connects without end takes most of its time.
     """
 
     def __init__(
-        self, sock: socket.socket, backlog: int, protocol: Callable[[], asyncio.Protocol], best_effort: BestEffortTurns
+        self, sock: socket.socket, backlog: int, protocol: Callable[[], asyncio.Protocol], limits: ConnectionLimits
     ) -> None:
-        self._socket, self._protocol, self._best_effort = sock, protocol, best_effort
+        self._socket, self._protocol, self._best_effort = sock, protocol, limits.best_effort
         self._loop = asyncio.get_running_loop()
+        self._lobby = Lobby(self._begin_opening, limits)
         self._opening: set[asyncio.Task[object]] = set()
         self._is_closed = self._is_paused = False
         sock.setblocking(False)
@@ -36,10 +37,11 @@ class Acceptor:
         self._resume()
 
     def close(self) -> None:
-        """Stops listening; open connections stay."""
+        """Stops listening, and closes the connections that wait in the lobby; open ones stay."""
         self._is_closed = True
         self._loop.remove_reader(self._socket)
         self._socket.close()
+        self._lobby.close()
 
     def _resume(self) -> None:
         if not self._is_closed and not self._is_paused:
@@ -61,49 +63,41 @@ class Acceptor:
                 self._loop.remove_reader(self._socket)
                 self._best_effort.request("", self._on_turn)  # as if all new connections had one address
                 return
-            if not self._accept():
+            if not self._accept(must_wait=False):
                 return
 
     def _on_turn(self) -> None:
-        if not self._is_closed:
-            self._accept()
-            self._resume()
+        if self._is_closed:
+            return
+        for _ in range(_PER_TURN):
+            if not self._accept(must_wait=True):  # this turn is not theirs
+                break
+        self._resume()
 
-    def _accept(self) -> bool:
-        """Accepts the next connection whose client is still there; returns whether there may be more."""
-        for _attempt in range(_PER_TURN):
-            try:
-                connection, _address = self._socket.accept()
-            except (BlockingIOError, InterruptedError):
-                return False
-            except OSError as error:
-                if error.errno not in _EXHAUSTED:
-                    continue  # the client has gone already
+    def _accept(self, *, must_wait: bool) -> bool:
+        """Accepts the next connection; returns whether there may be more."""
+        try:
+            connection, address = self._socket.accept()
+        except (BlockingIOError, InterruptedError):
+            return False
+        except OSError as error:
+            if error.errno in _EXHAUSTED:
                 self._pause()
                 return False
-            if _prepare(connection):
-                opening = self._loop.create_task(self._open(connection))
-                self._opening.add(opening)
-                opening.add_done_callback(self._opening.discard)
-                return True
-            connection.close()
-            self._best_effort.charge(_DISCARD_SECONDS)
+            return True  # the client has gone already
+        connection.setblocking(False)
+        with contextlib.suppress(OSError):  # the client has gone already, or it is no TCP socket
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._lobby.add(connection, address[0] if isinstance(address, tuple) else "", must_wait=must_wait)
         return True
+
+    def _begin_opening(self, connection: socket.socket) -> None:
+        opening = self._loop.create_task(self._open(connection))
+        self._opening.add(opening)
+        opening.add_done_callback(self._opening.discard)
 
     async def _open(self, connection: socket.socket) -> None:
         try:
             await self._loop.connect_accepted_socket(self._protocol, connection)
         except OSError:  # the client has gone already
             connection.close()
-
-
-def _prepare(connection: socket.socket) -> bool:
-    """Sets options; returns whether the client is still there, or has sent something."""
-    connection.setblocking(False)
-    try:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return bool(connection.recv(1, socket.MSG_PEEK))
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False

@@ -8,6 +8,7 @@ without a key passes only if the router would dispatch exactly this request to a
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -23,6 +24,7 @@ from app.http.request_log import record_of, respond
 
 _PUBLIC_ATTRIBUTE = "inkstream_is_public"
 _SCOPE_KEY = "inkstream_tenant"
+_KEY_HEADER = re.compile(rb"\r\nauthorization:[ \t]*bearer ([^\r\n]+)(?=\r\n)", re.IGNORECASE)
 _Endpoint = TypeVar("_Endpoint", bound=Callable[..., object])
 
 
@@ -93,6 +95,14 @@ def tenant_of(request: Request) -> Tenant:
 def is_authenticated(scope: Mapping[str, Any]) -> bool:
     """Whether AuthMiddleware accepted the API key of this request, or there are no keys."""
     return _SCOPE_KEY in scope
+
+
+def has_known_key(head: bytes, keys: ApiKeys | None) -> bool:
+    """Whether the start of a request, as it came, has one of the keys in its headers. Without keys, all have."""
+    if keys is None:
+        return True
+    found = _KEY_HEADER.findall(head.partition(b"\r\n\r\n")[0] + b"\r\n")
+    return len(found) == 1 and keys.tenant_of(found[0].strip(b" \t")) is not None
 
 
 def owner_of(request: Request) -> str:

@@ -154,8 +154,10 @@ class HttpLimits:
 class ConnectionLimits:
     """Counts a server's connections, known by their transports, and evicts idle ones; owned by the event loop."""
 
-    def __init__(self, limits: HttpLimits) -> None:
+    def __init__(self, limits: HttpLimits, has_key: Callable[[bytes], bool] = lambda _head: False) -> None:
+        """has_key: whether the start of a request has a known API key."""
         self.limits = limits
+        self._has_key = has_key
         self.is_draining = False
         self.cut_by_reason = dict.fromkeys(_CUT_REASONS, 0)
         """Number of rejected or aborted connections by reason, a label of the metric inkstream_connections_cut."""
@@ -170,6 +172,14 @@ class ConnectionLimits:
         self._reserve: dict[asyncio.Transport, None] = {}
         self._spare_files: list[int] = []
         self._is_out_of_files = False
+
+    def has_known_key(self, head: bytes) -> bool:
+        """Whether the start of a request has a known API key. The search for one is charged if it finds none."""
+        started = time.perf_counter()
+        if self._has_key(head):
+            return True
+        self.best_effort.charge(time.perf_counter() - started)
+        return False
 
     async def monitor_descriptors(self) -> None:
         """Logs when file descriptors run out, and keeps the event loop from spinning then; runs until cancelled.

@@ -198,7 +198,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._discard(len(data))
         elif self._unparsed:
             self._unparsed += data
-        elif self._must_wait:
+        elif self._must_wait(data):
             self._wait_for_turn(data)
         else:
             self._parse_input(data)
@@ -239,11 +239,10 @@ class HttpProtocol(HttpToolsProtocol):
                 self._parse_seconds += now - started
             size, started = _COSTLY_PIECE_BYTES if is_costly else _PIECE_BYTES, now
 
-    @property
-    def _must_wait(self) -> bool:
+    def _must_wait(self, data: bytes) -> bool:
         if self._is_trusted or self._request_limits.phase is ReceivePhase.BODY:
             return False
-        return self._connections.best_effort.is_exhausted
+        return self._connections.best_effort.is_exhausted and not self._connections.has_known_key(data)
 
     def _wait_for_turn(self, data: bytes) -> None:
         best_effort = self._connections.best_effort

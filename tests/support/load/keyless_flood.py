@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 from threading import Thread
 
@@ -28,8 +29,14 @@ FLOODS: dict[str, tuple[bytes, bytes]] = {
     "unknown paths": (b"", _HEAD % (b"GET /nothing", b"")),
     "pages": (b"", _HEAD % (b"GET /", b"")),
     "offers of an upgrade": (b"", _HEAD % (_LIVE, b"Connection: upgrade\r\nUpgrade: h2c\r\n")),
+    "connections that say nothing": (b"", b""),
+    "half heads": (b"GET /health/live HTTP/1.1\r\nHo", b""),
 }
-"""What each connection sends once, and then without end. When the service closes it, another one follows."""
+"""What each connection sends once, and then without end. When the service closes it, another one follows.
+
+A connection with nothing more to send stays open, and others follow at once: each slot holds the latest hundred.
+"""
+_HELD = 100
 
 
 @contextlib.contextmanager
@@ -45,12 +52,24 @@ def keyless_flood(port: int, kind: str, connections: int) -> Iterator[None]:
 
 
 def _flood(port: int, head: bytes, data: bytes, until: float) -> None:
+    if not data:
+        _connect_without_end(port, head, until)
     while time.monotonic() < until:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
             Thread(target=_read, args=[connection], daemon=True).start()
             connection.sendall(head)
             while time.monotonic() < until:
                 connection.sendall(data)
+
+
+def _connect_without_end(port: int, head: bytes, until: float) -> None:
+    held: deque[socket.socket] = deque()
+    while time.monotonic() < until:
+        with contextlib.suppress(OSError):
+            held.append(socket.create_connection(("127.0.0.1", port), timeout=5))
+            held[-1].sendall(head)
+        if len(held) > _HELD:
+            held.popleft().close()
 
 
 def _read(connection: socket.socket) -> None:
