@@ -90,15 +90,18 @@ class PromptEncoder:
 
     def _prompt(self, prompt: Prompt, request: GenerationRequest) -> Generator[None, None, EncodedPrompt]:
         limit, starts = request.truncate_prompt_tokens, None
+        is_placed = isinstance(prompt, str) and request.echo and request.logprobs is not None
         if request.suffix is not None:
             ids, starts = yield from self._infill(prompt, request.suffix, request)
-        elif isinstance(prompt, str) and limit is None and request.echo and request.logprobs is not None:
+        elif isinstance(prompt, str) and is_placed and limit is None:
             ids, starts = yield from self._placed(prompt, "prompt")
         else:
             # A chat template writes all special tokens itself, as in transformers.
             part: Part = "plain" if request.is_chat else "prompt"
             ids = self._ids(prompt, part) if limit is None else self._last_ids(prompt, part, limit)
         truncated = limit is not None and len(ids) > limit
+        if isinstance(prompt, str) and is_placed and limit is not None and not truncated:
+            ids, starts = yield from self._placed(prompt, "prompt")
         ids = ids[-limit:] if truncated and limit else ids
         start_id = self.tokenizer.start_id(self.ready.start_id)
         if not ids and start_id is None:

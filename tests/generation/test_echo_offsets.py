@@ -165,6 +165,18 @@ def test_echo_of_ids_and_of_truncated_prompts_agrees_with_its_own_text(kind: str
 
 
 @pytest.mark.parametrize("kind", VARIANTS)
+def test_a_limit_that_the_prompt_does_not_reach_changes_no_position(kind: str) -> None:
+    tokenizer = _tokenizer(kind)
+    for text in ("the fox answered the moon", CHAT, "Cafe\u0301 <mask> fox"):
+        ids = tokenizer.encode(text)
+        for limit in (len(ids), 1000):
+            (prompt,) = _encoded(tokenizer, prompts=[text], truncate_prompt_tokens=limit)
+            offsets = [detail.offset for delta in _deltas(tokenizer, prompt) for detail in delta.tokens]
+            assert list(prompt.ids) == ids and prompt.text == text
+            assert offsets == [start for _, start, _ in tokenizer.encode_spans(text)]
+
+
+@pytest.mark.parametrize("kind", VARIANTS)
 def test_the_first_token_of_a_continuation_is_the_first_at_or_after_the_context(kind: str) -> None:
     """lm-eval's rule."""
     tokenizer = _tokenizer(kind)
