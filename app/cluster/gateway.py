@@ -15,7 +15,7 @@ import asyncio
 import hashlib
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from urllib.parse import parse_qs
@@ -37,13 +37,15 @@ from app.cluster.failover_stream import EventStream, FailoverStream, openai_fram
 from app.cluster.messages import Call, FullResponse, Head, ReplicaLost
 from app.cluster.replica_pool import ReplicaPool, ReplicaResponse
 from app.cluster.retry import RetryCounters, RetryingRequest
+from app.common.errors import RateLimitExceeded
 from app.common.event_loop import TimeBudget
 from app.common.settings import Settings
 from app.http import sse
-from app.http.auth import AuthMiddleware, public_routes
+from app.http.auth import AuthMiddleware, public_routes, tenant_of
 from app.http.best_effort import BestEffortTurns
-from app.http.errors import ApiError
+from app.http.errors import ApiError, from_engine
 from app.http.host_filter import CorsMiddleware
+from app.http.incoming_bodies import SMALL_BODY, IncomingBodies
 from app.http.request_log import AccessRecord
 
 
@@ -143,6 +145,7 @@ class Gateway:
         budget = TimeBudget(RENDER_SHARE, RENDER_RESERVE_SECONDS)
         self._new_merged = partial(_MergedMetrics, self._merge, budget, asyncio.Lock())
         self._has_keys = bool(settings.keys_file)
+        self._bodies = IncomingBodies(settings.body_timeout / 2)
         keys = ApiKeys(settings.keys_file) if settings.keys_file else None
         public = public_routes([health.router, static_pages.router])
         authenticated = AuthMiddleware(self._serve, keys, public, best_effort)
@@ -164,7 +167,8 @@ class Gateway:
         try:
             call = await self._read(Request(scope, receive), record.request_id)
             response = await sse.until_disconnect(self._route(call), receive)
-        except ApiError as error:
+        except (ApiError, RateLimitExceeded) as problem:
+            error = problem if isinstance(problem, ApiError) else from_engine(problem)
             headers = {**error.headers, "X-Request-Id": record.public_id}
             response = JSONResponse(error.body(record.public_id), error.status, headers)
         if response:
@@ -181,16 +185,24 @@ class Gateway:
         )
 
     async def _body(self, request: Request) -> bytes:
-        """The body, truncated one byte above the limit, which is enough for a replica to reject it."""
+        """The body, truncated one byte above the limit, which is enough for a replica to reject it.
+
+        Reserves memory while it arrives. Raises ApiError 400, 408, RateLimitExceeded.
+        """
         if request.method != "POST":  # routes of other methods take no body, and some are public
             return b""
-        body, limit = bytearray(), self._settings.max_body_bytes
+        body, limit, tenant = bytearray(), self._settings.max_body_bytes, tenant_of(request).cache_namespace
+        size = min(limit, int(request.headers.get("content-length") or 0))
         try:
-            async with asyncio.timeout(self._settings.body_timeout):
+            async with asyncio.timeout(self._settings.body_timeout), AsyncExitStack() as reservation:
+                await reservation.enter_async_context(self._bodies.reserved(tenant, size))
                 async for chunk in request.stream():
                     body += chunk
                     if len(body) > limit:
                         break
+                    if not size and len(body) > SMALL_BODY:  # a chunked body declares no length
+                        size = limit
+                        await reservation.enter_async_context(self._bodies.reserved(tenant, limit))
         except TimeoutError:
             raise ApiError(408, "the body did not arrive in time: send it faster") from None
         except ClientDisconnect:
@@ -363,8 +375,9 @@ async def _run_lifespan(receive: Receive, send: Send) -> None:
 
 
 def _owner(call: Call) -> str:
-    """The owner of a stream: its credentials, which a replica has checked."""
-    return hashlib.sha256((call.header(b"authorization") or "").encode("latin-1")).hexdigest()
+    """The owner of a stream: its credentials, which a replica has checked, however the header spells them."""
+    scheme, _, key = (call.header(b"authorization") or "").partition(" ")
+    return hashlib.sha256(" ".join((scheme.lower(), key.strip(" \t"))).encode()).hexdigest()
 
 
 def _callers_id(call: Call) -> str:

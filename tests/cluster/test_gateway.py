@@ -254,6 +254,17 @@ async def test_a_stream_has_the_callers_own_id_too() -> None:
 
 
 @async_test
+async def test_however_a_client_spells_its_key_it_owns_the_same_streams() -> None:
+    replicas = ScriptedReplicas(WHOLE_STREAM, UNKNOWN, UNKNOWN)
+    async with gateway_client(replicas) as client:
+        await client.post("/complete", json=BODY, headers={"authorization": "Bearer ink-a"})
+        path = f"/complete/{replicas.calls[0].request_id}/events"
+        resumed = await client.get(path, headers={"authorization": "bearer  ink-a\t"})
+        assert resumed.status_code == 200 and joined_text(parse_events(resumed.text)) == "Once"
+        assert (await client.get(path, headers={"authorization": "Bearer ink-A"})).status_code == 404
+
+
+@async_test
 async def test_client_that_resumes_without_capacity_may_retry_later() -> None:
     error = b'{"error": {"message": "m", "param": null, "code": "full"}}'
     busy = accepted(Head(503, (*JSON.headers, (b"retry-after", b"7"))), error)
@@ -433,6 +444,36 @@ async def test_without_a_key_no_body_is_read_and_only_health_reaches_a_replica(t
         headers = {"authorization": f"Bearer {good}"}
         assert (await client.post("/complete", content=endless(), headers=headers)).status_code == 413
     assert [len(call.body) for call in replicas.calls] == [0, 2001] and n_read < 3000
+
+
+@pytest.mark.parametrize("is_declared", [True, False])
+@async_test
+async def test_bodies_that_are_arriving_take_limited_memory(is_declared: bool) -> None:
+    n_bytes, stays_open = 0, asyncio.Event()
+
+    async def unfinished() -> AsyncIterator[bytes]:
+        nonlocal n_bytes
+        for _ in range(99):
+            n_bytes += 10_000
+            yield b"x" * 10_000
+        await stays_open.wait()
+
+    async with gateway_client(ScriptedReplicas(), max_body_bytes=1 << 20) as client:
+        headers = {"content-length": "1000000"} if is_declared else {}
+        posts = [
+            asyncio.create_task(client.post("/complete", content=unfinished(), headers=headers)) for _ in range(100)
+        ]
+        for _ in range(100):
+            done, _others = await asyncio.wait(posts, timeout=0.1)
+            if len(done) >= 100 - 32 - 32:
+                break
+        refused = [post.result() for post in posts if post.done()]
+        assert len(refused) >= 100 - 32 - 32 and {one.status_code for one in refused} == {429}
+        assert all(int(one.headers["retry-after"]) > 0 for one in refused)
+        assert n_bytes <= (33 << 20)
+        for post in posts:
+            post.cancel()
+        await asyncio.gather(*posts, return_exceptions=True)
 
 
 @async_test
