@@ -122,7 +122,11 @@ class AdmissionControl:
         """
         max_sampled = request.n_sampled * request.max_tokens
         min_tokens = sum(min(context, _min_tokens(prompt, tokenizer) + max_sampled) for prompt in request.prompts)
-        reservation = self._rate_limiter.reserve(tenant, min_tokens, time.monotonic())
+        try:
+            reservation = self._rate_limiter.reserve(tenant, min_tokens, time.monotonic())
+        except InvalidRequest:  # its body was read, and a chat was rendered
+            self.count_refused(tenant)
+            raise
         try:
             yield reservation
         except Unavailable:
@@ -384,8 +388,8 @@ class Service:
         times: SessionTimes,
     ) -> Admitted:
         ready, tokenizer = self.require_ready(instance)
-        timeouts = self._timeouts(request, heartbeat)
         with self.admission.reserve_tokens(request, tenant, tokenizer, ready.context) as reservation:
+            timeouts = self._timeouts(request, heartbeat)
             with self.admission.reserve_queue(request, tenant, timeouts, instance.engine.queue):
                 account = WorkAccount(tenant.cache_namespace, reservation)
                 encoder = PromptEncoder(ready, instance.text_encoder(), self.tokenizer_pool, account)

@@ -138,6 +138,9 @@ _REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "a misspelled field": ("/v1/chat/completions", {"messages": [{"role": "user"}], "temprature": 1}),
     "another model": ("/v1/completions", {"prompt": "a", "model": "other"}),
     "an id outside the vocabulary": ("/detokenize", {"tokens": [2**30]}),
+    "a deadline beyond the limit": ("/complete", {"prompt": "a", "max_tokens": 1, "deadline_ms": 2**31 - 1}),
+    "a score with such a deadline": ("/score", {"prompt": "a", "deadline_ms": 2**31 - 1}),
+    "more tokens than a minute has": ("/v1/completions", {"prompt": "a", "max_tokens": 100}),
 }
 
 
@@ -146,7 +149,7 @@ _REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
 async def test_every_refused_body_counts_as_a_request(weights: Path, tmp_path: Path) -> None:
     ring = Keyring.of(tmp_path / "keys")
     for name in _REFUSED:
-        ring.add(name.replace(" ", "-"), requests_per_minute=1)
+        ring.add(name.replace(" ", "-"), requests_per_minute=1, tokens_per_minute=10)
     found: dict[str, list[int]] = {}
     async with running_app(weights, keys_file=ring.file) as app:
         transport = httpx.ASGITransport(app=app)
