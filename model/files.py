@@ -132,7 +132,7 @@ def regular_file(path: Path) -> Path:
 
 
 def is_cache_blob(real: Path) -> bool:
-    """Whether a real path is a file of a Hugging Face cache, where content is named by its hash.
+    """Whether a real path is a file of a Hugging Face cache, which names content by its hash.
 
     models--ORG--NAME/blobs/HASH, or blobs/HH/HASH, which all models of the cache share. A directory of unknown origin
     may therefore link there: it reaches only models, and no file whose content it does not already know.

@@ -26,7 +26,7 @@ class MemoryKills:
         self._counts = deque([count_kills(root)], _OBSERVATIONS)
 
     def observe(self) -> None:
-        """Counts the kills so far; to be called every second or so."""
+        """Counts the kills so far; call it every second or so."""
         self._counts.append(count_kills(self._root))
 
     def explanation(self, exit_code: int) -> str:

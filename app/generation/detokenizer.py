@@ -109,7 +109,7 @@ class TextRules:
 
     stops: tuple[str, ...] = ()
     marked_stops: MarkedStops = field(default_factory=MarkedStops)
-    """Those of `stops` that name special tokens."""
+    """The `stops` that name special tokens."""
     include_stop: bool = False
     min_tokens: int = 0
     eos_ids: frozenset[int] = frozenset()

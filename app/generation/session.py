@@ -268,7 +268,7 @@ class GenerationSession:
 
 
 def _end_ids(request: GenerationRequest, ready: Ready, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The tokens that end the text: those of the model; of a chat, of all its files; of a middle, of its family."""
+    """The tokens that end the text: the model's; in a chat, all that its files name; in an infill, the family's too."""
     ends = [*tokenizer.end_ids(ready.eos_ids)]
     if request.is_chat:
         ends += tokenizer.chat_end_ids(ready.named_eos_ids)

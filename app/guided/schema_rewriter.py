@@ -286,7 +286,7 @@ class _Rewriter:
                 schema["allOf"] = [*schema.get("allOf", []), *cases]
 
     def _name_pattern_properties(self, schema: dict[str, Any]) -> None:
-        """Makes properties of patterns with few names, each of which then occurs once."""
+        """Replaces a pattern that matches few names by properties of these names, so that each occurs once."""
         patterns, known = schema.get("patternProperties"), schema.get("properties", {})
         if (
             isinstance(patterns, dict)
@@ -451,7 +451,7 @@ def schemas_of(lark: str) -> list[dict[str, Any]]:
 
 
 def _embedded(lark: str) -> Iterator[tuple[dict[str, Any], int, int]]:
-    """Each schema after %json, with the place of its text; what is no JSON object is left to llguidance."""
+    """Each schema after %json, with the place of its text; llguidance gets what is no JSON object."""
     at = 0
     while found := _JSON.search(lark, at):
         at = found.end()

@@ -27,7 +27,7 @@ MAX_JOBS = 64
 
 _MAX_VERDICTS = 8192
 _MAX_REWRITTEN_BYTES = 8 << 20
-"""Limit of all rewritten grammars together; their checks are repeated when they are needed again."""
+"""Limit of all rewritten grammars together; a request that needs a dropped one repeats its check."""
 _KILLED_SECONDS = 300.0
 """How long a grammar whose check was killed is refused from the cache: on a busy machine a good one may be killed."""
 

@@ -73,7 +73,7 @@ _FORBIDDEN_TRAILERS = frozenset((b"connection", b"content-length", b"host", b"tr
 _PIECE_BYTES = 16384
 """Input is parsed in pieces, because RequestLimits does not count what follows the parser's last event in a piece."""
 _COSTLY_PIECE_BYTES = 2048
-"""Size of the next piece after a costly one, such as one of many tiny chunks, each of which is an event."""
+"""Size of the next piece after a costly one, such as many tiny chunks: each chunk is an event."""
 _COSTLY_SECONDS = 0.0001
 _HEAD_CALLBACKS = ("on_message_begin", "on_url", "on_header", "on_headers_complete")
 

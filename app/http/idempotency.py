@@ -67,7 +67,7 @@ class IdempotencyMiddleware:
         bodies: memory for bodies that are arriving.
         max_body_bytes: longer bodies get 413.
         replay_bytes: longer responses are not kept: a request with such a key gets 409 while it runs, later a new one.
-        seconds: how long a finished response is kept; at most 256 are, and of them each owner has its share.
+        seconds: how long a finished response is kept; at most 256 are, and each owner has a share.
     """
 
     def __init__(

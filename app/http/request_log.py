@@ -1,7 +1,7 @@
 """Request log: gives each request an id (X-Request-Id) before anything can fail, and writes one line at its end.
 
 A caller's own X-Request-Id is kept, in the response, the log line, errors and traces. The service's id names the
-completion: it is unguessable, and no caller can choose the one of another.
+completion: nobody can guess it, and no caller can choose another caller's.
 
 Every exception becomes a response in the common error format here, because the line reports it.
 """
@@ -285,7 +285,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 
 def _allowed(request: Request, path: str) -> list[str]:
-    """The methods of a path. Starlette reports only those of the first matching route: for a page, HEAD."""
+    """The methods of a path. Starlette reports only the first matching route's: for a page, HEAD."""
     scope, routes = {**request.scope, "path": path}, request.app.routes
     return [m for m in _ALLOWED_METHODS if any(r.matches(scope | {"method": m})[0] is Match.FULL for r in routes)]
 

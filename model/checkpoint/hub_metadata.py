@@ -139,7 +139,7 @@ def _needed(siblings: list[_Sibling]) -> Iterator[RemoteFile]:
 
 
 def _base_model(card: Raw) -> str:
-    """A card is written by a user: what is odd there is left out."""
+    """A user writes the card, so this leaves out what is odd there."""
     try:
         base = msgspec.json.decode(card, type=_Card).base_model
     except (msgspec.DecodeError, RecursionError, UnicodeError):

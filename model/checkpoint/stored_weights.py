@@ -81,9 +81,9 @@ class StoredWeights:
     generation: Mapping[str, Any] = field(default_factory=dict)
     """generation_config.json, or empty."""
     eos_ids: tuple[int, ...] = ()
-    """Those of generation_config.json, or else of config.json."""
+    """From generation_config.json, or else from config.json."""
     named_eos_ids: tuple[int, ...] = ()
-    """Those of both files."""
+    """From both files."""
     bos_id: int | None = None
     mappings: Mapping[str, TensorMapping] = field(default_factory=dict)
     """Name of a tensor of the Decoder -> where it comes from, with the names in the files."""

@@ -270,7 +270,7 @@ class Tokenizer:
         return named or (() if self.eos_id is None else (self.eos_id,))
 
     def chat_end_ids(self, named: tuple[int, ...]) -> tuple[int, ...]:
-        """The tokens that end an answer in a chat: all that any file names. named: those of the model's config files.
+        """The tokens that end an answer in a chat: all that any file names. named: the ids in the model's config files.
 
         The tokenizer's own often ends a turn, and the model's a document.
         """

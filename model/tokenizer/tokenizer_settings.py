@@ -64,7 +64,7 @@ class TokenizerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_settings(directory: Path) -> TokenizerSettings:
-    """Reads and validates the files, all of which may be absent. Raises CheckpointError."""
+    """Reads and validates the files; any of them may be absent. Raises CheckpointError."""
     path = directory / "tokenizer_config.json"
     config, names, legacy = (
         read_json(directory / f"{name}.json", optional=True)

@@ -86,7 +86,7 @@ def _constraints(
 
 
 class OpenAIFields(SamplingFields):
-    """Fields of both OpenAI endpoints. Other servers' fields are treated as request_fields.py says."""
+    """Fields of both OpenAI endpoints. request_fields.py says what other servers' fields do."""
 
     model_config = ConfigDict(extra="allow")
     endpoint: ClassVar[str]

@@ -33,7 +33,7 @@ _STARTS = {
     codecs.BOM_UTF16_LE: "UTF-16",
     codecs.BOM_UTF16_BE: "UTF-16",
 }
-"""Byte order marks -> iconv's name. In this order: that of UTF-32 begins with that of UTF-16."""
+"""Byte order marks -> iconv's name. UTF-32 comes first: its mark begins with UTF-16's."""
 _MAGIC = {b"%PDF-": ".pdf", b"PK\x03\x04": ".zip", b"\x1f\x8b": "", b"\xfd7zXZ": ".xz"}
 """First bytes of formats that no text begins with -> suffix, which is empty for gzip."""
 _ZEROS = {"UTF-32LE": (1, 2, 3), "UTF-32BE": (0, 1, 2), "UTF-16LE": (1,), "UTF-16BE": (0,)}
