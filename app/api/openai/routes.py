@@ -82,8 +82,8 @@ async def _begin(
     try:
         return await RequestHandle.begin(request, generation_request, heartbeat=PING_SECONDS, instance=instance)
     except InvalidRequest as error:
-        own, sent = generation_request.grammar, body.constraint_field
-        if own and sent and error.param == own[0] != sent:
+        own, fields = generation_request.grammar, body.constraint_fields
+        if own and fields and error.param == own[0] != (sent := fields[0]):
             message = str(error).removeprefix(f"{own[0]}: ")
             raise InvalidRequest(f"{sent}: {message}", sent) from None
         raise

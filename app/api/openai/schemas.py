@@ -35,6 +35,8 @@ _WHOLE_CONTEXT = 2**31 - 1
 _DEFAULTS: dict[str, Any] = {"include_stop_str_in_output": False, "stream": False}
 _GUIDED_FIELDS = ("guided_json", "guided_regex", "guided_choice", "structured_outputs")
 _GRAMMAR_FIELDS = (*GRAMMAR_FIELDS, "response_format", *_GUIDED_FIELDS)
+_ANY_TEXT = {"type": "text"}
+"""A response_format that constrains nothing."""
 _INSTEAD_OF = {
     "": "send json, regex, choice or json_object, or the field grammar in Lark's notation",
     "disable_any_whitespace": 'add "x-guidance": {"whitespace_flexible": false} to the schema',
@@ -117,7 +119,7 @@ class OpenAIFields(SamplingFields):
 
     @model_validator(mode="after")
     def _check_constraints(self) -> OpenAIFields:
-        given = [name for name in _GRAMMAR_FIELDS if getattr(self, name) is not None]
+        given = self.constraint_fields
         if self.structured_outputs and len(self.structured_outputs.constraints) != 1:
             raise ValueError("structured_outputs needs one of json, regex, choice and json_object")
         if len(given) > 1:
@@ -127,16 +129,17 @@ class OpenAIFields(SamplingFields):
     @property
     def grammar_constraint(self) -> tuple[str, Any] | None:
         """The grammar constraint: the name of the field, in the service's own spelling, and its value."""
-        if self.response_format is not None:
+        if "response_format" in self.constraint_fields:
             return "response_format", self.response_format
         structured = self.structured_outputs.constraints if self.structured_outputs else []
         guided = [*_constraints(self.guided_json, self.guided_regex, self.guided_choice), *structured]
         return guided[0] if guided else super().grammar_constraint
 
     @property
-    def constraint_field(self) -> str | None:
-        """The field that gives the constraint, in the client's spelling."""
-        return next((name for name in _GRAMMAR_FIELDS if getattr(self, name) is not None), None)
+    def constraint_fields(self) -> list[str]:
+        """The fields that constrain the text, in the client's spelling; more than one is an error."""
+        given = (name for name in _GRAMMAR_FIELDS if getattr(self, name) is not None)
+        return [name for name in given if name != "response_format" or self.response_format != _ANY_TEXT]
 
     @property
     def warnings(self) -> list[str]:
@@ -318,7 +321,7 @@ class ChatRequest(OpenAIFields):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> ChatRequest:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs true")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise ValueError("max_tokens and max_completion_tokens are aliases: send one of them")

@@ -176,3 +176,20 @@ def test_constraints_in_the_spelling_of_vllm_are_those_of_the_service(
 def test_constraints_that_are_several_none_or_unsupported_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(fields))):
         _meaning(COMPLETIONS, **fields)
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_the_format_text_constrains_nothing_and_goes_with_a_constraint(endpoint: str) -> None:
+    text = {"type": "text"}
+    assert _meaning(endpoint, response_format=text) == _meaning(endpoint)
+    for field in ("regex", "guided_regex"):
+        assert _meaning(endpoint, response_format=text, **{field: "ab"}) == _meaning(endpoint, regex="ab")
+    with pytest.raises(ValueError, match="cannot be combined"):
+        _meaning(endpoint, response_format={"type": "json_object"}, regex="ab")
+
+
+def test_no_alternatives_need_no_log_probabilities() -> None:
+    assert _meaning(CHAT, top_logprobs=0) == _meaning(CHAT)
+    assert _meaning(CHAT, top_logprobs=0, logprobs=False) == _meaning(CHAT)
+    with pytest.raises(ValueError, match="top_logprobs needs logprobs"):
+        _meaning(CHAT, top_logprobs=1)
