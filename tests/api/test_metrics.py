@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 
 import httpx
@@ -77,6 +78,16 @@ def test_every_limit_is_exported_with_the_value_it_limits(fake: Server) -> None:
     assert (fake.metric("prompt_tokens_waiting"), fake.metric("prompt_tokens_waiting_limit")) == (0, 900)
     assert fake.metric("kv_cache_blocks") > fake.metric("kv_cache_blocks_used") == 0
     assert fake.metric("connections") == 1
+
+
+def test_load_is_what_runs_and_waits_of_what_can_run(fake: Server) -> None:
+    """Three slots: six sequences are a load of 2, whatever part of them runs; none is a load of 0."""
+    body = {"prompt": "a", "n": 6, "max_tokens": 1000, "ignore_eos": True, "stream": False}
+    with ThreadPoolExecutor(1) as pool:
+        response = pool.submit(httpx.post, f"{fake.url}/complete", json=body, timeout=60)
+        assert fake.wait_for(lambda: fake.metric("load_ratio") == 2, 10)
+        assert response.result().status_code == 200
+    assert fake.wait_for(lambda: fake.metric("load_ratio") == 0, 10)
 
 
 def test_metrics_report_processes_and_versions(fake: Server) -> None:
