@@ -7,6 +7,7 @@ docs/api.md shows the table; tests/api/openai/test_request_fields.py sends each 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -233,12 +234,15 @@ OTHER_FIELDS: tuple[OtherField, ...] = (
     _refused("kv_transfer_params disaggregated_params session_params", "the service moves no caches: leave it out"),
 )
 
-_TEXT_WORDS = (
-    *("bias", "beam", "cutoff", "decod", "eos", "echo", "format", "grammar", "guid", "json", "logit", "max_", "min_"),
-    *("mirostat", "penalt", "prob", "prompt", "reason", "regex", "sampl", "schema", "seed", "stop", "structur"),
-    *("suffix", "temp", "think", "token", "tool", "top_", "typical"),
+_TEXT_NAME = re.compile(
+    r"cutoff|decod|grammar|logit|logprob|mirostat|penalt|prompt|reason|regex|sampl|schema|structur|suffix|think|token"
+    r"|typical"
+    # Short ones begin a word: "attempt", "guid", "admin_id" and "client_information" are no parameters of the text.
+    r"|(?:^|[^a-z])(?:bias|beam|echo|eos|format|guid(?:ed|ance)|json|prob|seed|stop|temp|tool)"
+    r"|(?:^|[^a-z])(?:max|min|top)(?:[^a-z]|$)"
 )
 """A field with such a word in its name asks for something about prompt or text, even if no server has it today."""
+_CAMEL_CASE = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
 
 def fields_of(endpoint: str) -> dict[str, OtherField]:
@@ -274,7 +278,7 @@ def check_other_fields(endpoint: str, given: Mapping[str, Any], honored: Iterabl
 def _check_unknown(name: str, honored: Iterable[str]) -> None:
     if close := get_close_matches(name.lower(), honored, n=1, cutoff=0.75):
         hint = f"did you mean {close[0]!r}?"
-    elif any(word in name.lower() for word in _TEXT_WORDS):
+    elif _TEXT_NAME.search(_CAMEL_CASE.sub("_", name).lower()):
         hint = "its name is about prompt or text, so it is not ignored: GET /docs lists all fields"
     else:
         return

@@ -124,13 +124,22 @@ def test_fields_about_other_fields_change_the_request() -> None:
 @pytest.mark.parametrize(
     ("field", "hint"),
     [("temprature", "'temperature'"), ("max_token", "'max_tokens'"), ("Top_P", "'top_p'"), ("stop_word", "not ignored"),
-     ("new_top_q", "not ignored"), ("guided_poetry_style", "not ignored"), ("min_surprise", "not ignored")],
+     ("new_top_q", "not ignored"), ("guided_poetry_style", "not ignored"), ("min_surprise", "not ignored"),
+     ("outputFormat", "not ignored"), ("my-stop-list", "not ignored"), ("maxWords", "not ignored")],
 )  # fmt: skip
 def test_misspelled_and_unknown_fields_about_the_text_are_refused(field: str, hint: str) -> None:
     error = _extra(**{field: 1})
     assert error and (error.status, error.param, error.code) == (400, field, "unknown_field")
     assert hint in str(error)
     assert _extra(**{field: None}) is None
+
+
+@pytest.mark.parametrize(
+    "field",
+    ["attempt", "guid", "admin_id", "client_information", "videos", "desktop_id", "technology_stack"],
+)
+def test_names_that_only_look_like_parameters_of_the_text_are_accepted(field: str) -> None:
+    assert _extra(**{field: "x"}) is None
 
 
 def test_names_that_no_server_has_are_accepted_up_to_a_number() -> None:
