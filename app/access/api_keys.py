@@ -233,7 +233,7 @@ class ApiKeys:
         self._last_problem = ""
         self._last_fingerprint = self._fingerprint()
         self._checked_at = time.monotonic()
-        self._keys = tuple(map(_load_key, read_keys(path)))
+        self._keys, self._names = _load_keys(path)
 
     @property
     def count(self) -> int:
@@ -243,7 +243,7 @@ class ApiKeys:
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the keys, expired ones included, in the order of the file."""
-        return tuple(loaded.tenant.name for loaded in self._keys)
+        return self._names
 
     def tenant_of(self, key: bytes) -> Tenant | None:
         """The tenant of this key; None if it is invalid, revoked or expired."""
@@ -263,7 +263,7 @@ class ApiKeys:
             return
         self._last_fingerprint = fingerprint
         try:
-            self._keys = tuple(map(_load_key, read_keys(self._path)))
+            self._keys, self._names = _load_keys(self._path)
         except KeyFileError as error:
             is_repeated = isinstance(error, UnreadableKeyFile) and str(error) == self._last_problem
             if isinstance(error, UnreadableKeyFile):
@@ -282,6 +282,12 @@ class ApiKeys:
         except OSError:
             return None
         return status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_mode
+
+
+def _load_keys(path: Path) -> tuple[tuple[_LoadedKey, ...], tuple[str, ...]]:
+    """The keys and their names."""
+    keys = tuple(map(_load_key, read_keys(path)))
+    return keys, tuple(loaded.tenant.name for loaded in keys)
 
 
 def _load_key(key: StoredKey) -> _LoadedKey:

@@ -35,7 +35,7 @@ from huggingface_hub.utils import WeakFileLock, build_hf_headers, close_session,
 
 from model.checkpoint.hub import COMMIT, HubModel
 from model.checkpoint.hub_metadata import MAX_INFO_BYTES, MetadataError, RemoteFile, RemoteModel, parse_model_info
-from model.checkpoint.hub_transfer import TransferError, fetch_file, fetch_info
+from model.checkpoint.hub_transfer import TooSlow, TransferError, fetch_file, fetch_info
 from model.checkpoint.tensor_index import INDEX_FILE, WEIGHTS_FILE, adapter_problem, missing_file, remedy, shard_names
 from model.config import ConfigError, check_model_type
 from model.files import CheckpointError, read_json, write_file
@@ -224,6 +224,7 @@ def _explain(error: Exception, named: HubModel) -> tuple[str, bool]:
             return f"cannot reach {constants.ENDPOINT} ({str(error) or type(error).__name__})", True
         case TransferError():
             problem = f"{error}; look at HF_ENDPOINT, and at the proxy or mirror if there is one"
+            return problem, isinstance(error, TooSlow)
         case OSError():
             problem = (
                 f"{error.filename or constants.HF_HUB_CACHE}: {error.strerror or error}; make room or give permission "

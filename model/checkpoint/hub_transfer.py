@@ -42,6 +42,10 @@ class TransferError(OSError):
     """An answer that is refused whatever its content: too long, too slow, or inconsistent. It has no errno."""
 
 
+class TooSlow(TransferError):
+    """A hub that sends hardly anything, as if it could not be reached."""
+
+
 class _EndedEarly(TransferError):
     """A body that is shorter than its file; another try appends the rest."""
 
@@ -112,7 +116,7 @@ def _respond(url: str, headers: dict[str, str]) -> Iterator[tuple[httpx2.Respons
         except (httpx2.TransportError, OSError):
             if pace.is_over:
                 problem = f"sends less than {_LEAST_BYTES} bytes in {_WINDOW:g} s"
-                raise TransferError(f"{_host(url)} {problem}; what has arrived is kept") from None
+                raise TooSlow(f"{_host(url)} {problem}; what has arrived is kept") from None
             raise
         raise TransferError(f"{_host(url)} redirects more than {_MAX_REDIRECTS} times")
 

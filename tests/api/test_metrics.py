@@ -18,6 +18,7 @@ from app.common.version import VERSION
 from app.http.request_log import RejectConnection, RequestCounts
 from tests.support import ROOT
 from tests.support.async_test import async_test
+from tests.support.completion_client import fetch_completion
 from tests.support.keyed_server import raw_request, send_raw
 from tests.support.servers import Server
 from tests.support.services import Services
@@ -73,6 +74,7 @@ async def test_connection_beyond_the_limits_is_counted() -> None:
 
 
 def test_every_limit_is_exported_with_the_value_it_limits(fake: Server) -> None:
+    fetch_completion(fake.url, prompt="a", max_tokens=1)  # the engine reports its blocks with a step
     limits = {name: fake.metric(f"{name}_limit") for name in ("requests_running", "requests_waiting", "connections")}
     assert limits == {"requests_running": 3, "requests_waiting": 70, "connections": 50}
     assert (fake.metric("prompt_tokens_waiting"), fake.metric("prompt_tokens_waiting_limit")) == (0, 900)

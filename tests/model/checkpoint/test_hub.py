@@ -294,6 +294,16 @@ def test_cache_is_used_without_a_network(hub: FakeHub, monkeypatch: pytest.Monke
     assert "cannot reach http://127.0.0.1:9" in problem()
 
 
+def test_cache_is_used_when_the_hub_is_too_slow(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory, _ = resolve()
+    monkeypatch.setattr(hub_transfer, "_WINDOW", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # the kernel accepts connections, and nobody answers
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        found, (line,) = resolve()
+    assert found == directory
+    assert "sends less than 32768 bytes in 0.3 s" in line and f"using commit {hub.commit(NAME)[:12]} from the" in line
+
+
 def test_local_directory_takes_precedence_over_a_model_of_the_same_name(hub: FakeHub, tmp_path: Path) -> None:
     (tmp_path / NAME).mkdir(parents=True)
     directory, lines = resolve()
