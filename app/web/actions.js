@@ -161,6 +161,7 @@ export class ViewSwitch {
     announcer.muted = name !== "write"; // screen readers read tokens and branches one by one
     if (name === "inspect") reading.open({ withFocus });
     else reading.close();
+    if (name === "write") sheet.flush();
     scroller.scrollTop = this.#places[name === "tree" ? "tree" : "text"] ?? 0;
     if (name === "tree") treeView.open({ withFocus });
     if (name === "write" && withFocus) sheet.focus();

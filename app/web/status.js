@@ -23,6 +23,7 @@ export class Status {
   #context = null; // the model's context, tokens
   #frame = 0;
   #remedy;
+  #shown = ""; // state and sentence
 
   /** `line`: the live region; `remedy`: the button next to it; `numbers`: { firstToken, rate, count, context, seed }. */
   constructor(line, remedy, numbers) {
@@ -38,7 +39,8 @@ export class Status {
 
   // Screen readers speak the line whenever it changes, so it changes with the state and not with each token.
   show(state, sentence) {
-    if (this.#line.dataset.state === state && this.#line.textContent === sentence) return;
+    if (this.#shown === `${state} ${sentence}`) return;
+    this.#shown = `${state} ${sentence}`;
     this.#line.dataset.state = state;
     this.#line.textContent = sentence;
     this.#remedy.hidden = true; // it belonged to the previous message
@@ -121,12 +123,13 @@ export class Status {
     cancelAnimationFrame(this.#frame);
     this.#frame = 0;
     const { firstToken, rate, count, context, seed } = this.#numbers;
-    firstToken.textContent = this.#first ? `${Math.round(this.#first - this.#sent)} ms` : NONE;
-    rate.textContent = rateText(this.#rate ?? this.#ownRate());
-    count.textContent = String(this.#count);
-    context.textContent = this.#used === null || this.#context === null ? NONE : `${this.#used} of ${this.#context}`;
-    seed.textContent = shortSeed(this.#seed ?? NONE);
-    seed.title = this.#seed ? `${this.#seed}: click to copy` : "";
+    write(firstToken, this.#first ? `${Math.round(this.#first - this.#sent)} ms` : NONE);
+    writeNumber(rate, rateText(this.#rate ?? this.#ownRate()));
+    writeNumber(count, String(this.#count));
+    write(context, this.#used === null || this.#context === null ? NONE : `${this.#used} of ${this.#context}`);
+    write(seed, shortSeed(this.#seed ?? NONE));
+    const title = this.#seed ? `${this.#seed}: click to copy` : "";
+    if (seed.title !== title) seed.title = title;
   }
 
   async #copySeed() {
@@ -152,6 +155,20 @@ export class Status {
     const seconds = (this.#latest - this.#first) / 1000;
     return seconds > 0 ? (this.#count - 1) / seconds : null;
   }
+}
+
+// Keeps the text node, since a new one takes the browser longer to lay out. The numbers change with each frame of a run.
+function write(element, text) {
+  const { firstChild: node } = element;
+  if (!node) element.textContent = text;
+  else if (node.data !== text) node.data = text;
+}
+
+// All digits are equally wide.
+function writeNumber(element, text) {
+  const width = text.length > 4 ? `${text.length}ch` : "";
+  if (element.style.width !== width) element.style.width = width;
+  write(element, text);
 }
 
 function rateText(rate) {

@@ -3,10 +3,10 @@
 // mirror, one write per animation frame; the textarea, which lays out its whole text for every change, is updated less
 // often.
 
+import { Follower } from "./follower.js";
 import { difference } from "./manuscript.js";
 import { Mirror } from "./mirror.js";
 
-const NEAR = 24; // px from the bottom that count as the bottom
 const LAG = 500; // ms by which the textarea may lag behind the mirror
 const AT_ONE_GO = /^(insertFrom|insertReplacement|deleteByCut|deleteByDrag|history)/; // values of InputEvent.inputType
 
@@ -14,11 +14,12 @@ export class Sheet {
   #scroller;
   #area;
   #mirror;
+  #follower;
   #unseen = ""; // text that is not yet in the mirror
   #unwritten = ""; // text that is not yet in the textarea
   #writtenAt = -Infinity;
   #frame = 0;
-  #height = 0; // of the scroller at the last layout, px
+  #timer = 0; // instead of a frame while another view is shown
   #caretAtEnd = false;
   #place = null; // offset where the model writes, which grows with its text; null at the end
 
@@ -26,7 +27,7 @@ export class Sheet {
   constructor({ scroller, area, mirror }, { ontype }) {
     [this.#scroller, this.#area, this.#mirror] = [scroller, area, new Mirror(mirror)];
     area.addEventListener("input", ({ inputType }) => ontype(area.value, AT_ONE_GO.test(inputType)));
-    new ResizeObserver(() => this.#resized()).observe(scroller);
+    this.#follower = new Follower(scroller, mirror);
   }
 
   focus() {
@@ -48,22 +49,18 @@ export class Sheet {
 
   /** Updates the mirror, for text that the textarea already has. */
   paint(text, written) {
+    this.#follower.rest();
     this.#mirror.paint(text, written);
   }
 
   toEnd() {
     this.#caretToEnd();
-    this.follow();
+    this.#follower.follow();
   }
 
   /** Selects the whole text, so that typing replaces it. */
   selectAll() {
     this.#area.select();
-  }
-
-  /** Scrolls to the end of the text. */
-  follow() {
-    this.#scroller.scrollTop = 1e9; // clamped to the end
   }
 
   /** The caret or selection: { start, end }. */
@@ -83,7 +80,7 @@ export class Sheet {
       this.#mirror.open(at);
       this.#area.setSelectionRange(at, at);
       this.#reveal(at);
-    } else if (isSeen && !this.#caretAtEnd) this.follow();
+    } else if (isSeen && !this.#caretAtEnd) this.#follower.follow();
     this.#area.readOnly = true;
     this.#mirror.isStreaming = isSeen && this.#place === null;
     this.#writtenAt = -Infinity; // writes the first text at once, which may replace a placeholder
@@ -93,12 +90,13 @@ export class Sheet {
   append(text) {
     this.#unseen += text;
     this.#unwritten += text;
-    this.#frame ||= requestAnimationFrame(() => this.#draw());
+    if (this.#area.parentElement.hidden) this.#timer ||= setTimeout(() => this.flush(), LAG);
+    else this.#frame ||= requestAnimationFrame(() => this.#draw());
   }
 
-  /** Writes pending text at once: a tab in the background gets no animation frames. */
+  /** Writes pending text at once: a tab in the background gets no animation frames, and a hidden view none either. */
   flush() {
-    cancelAnimationFrame(this.#frame);
+    this.#cancel();
     this.#draw(0);
   }
 
@@ -123,39 +121,32 @@ export class Sheet {
   }
 
   #forget() {
-    cancelAnimationFrame(this.#frame);
-    [this.#unseen, this.#unwritten, this.#frame] = ["", "", 0];
+    this.#cancel();
+    [this.#unseen, this.#unwritten] = ["", ""];
   }
 
-  // Scrolls along with the text only if the reader is at its end, not if they scrolled up.
+  #cancel() {
+    cancelAnimationFrame(this.#frame);
+    clearTimeout(this.#timer);
+    [this.#frame, this.#timer] = [0, 0];
+  }
+
+  // Scrolls along with the text only if the reader sees its end, not if they scrolled away.
   #draw(lag = LAG) {
     if (this.#unwritten === "") return;
-    const following = this.#isFollowing();
+    const following = this.#place !== null && this.#isInSight();
     if (this.#unseen !== "") this.#mirror.append(this.#unseen);
-    if (this.#place !== null) this.#place += this.#unseen.length;
+    if (this.#place === null) this.#follower.grew();
+    else this.#place += this.#unseen.length;
     [this.#unseen, this.#frame] = ["", 0];
     if (performance.now() - this.#writtenAt >= lag) this.#write();
-    if (following && this.#place !== null) this.#reveal(this.#place);
-    else if (following) this.follow();
+    if (following) this.#reveal(this.#place);
   }
 
-  #isFollowing() {
-    if (this.#place === null) return this.#atEnd(this.#scroller.clientHeight);
+  #isInSight() {
     const { top, bottom } = this.#scroller.getBoundingClientRect();
     const line = this.#mirror.place(this.#place);
     return line !== null && line.bottom > top && line.top < bottom;
-  }
-
-  // Keeps the end visible when the sheet gets lower, for example because a phone's keyboard opens. Not while another
-  // view is shown.
-  #resized() {
-    if (this.#area.offsetParent && this.#atEnd(this.#height)) this.follow();
-    this.#height = this.#scroller.clientHeight;
-  }
-
-  #atEnd(height) {
-    const { scrollTop, scrollHeight } = this.#scroller;
-    return scrollHeight - scrollTop - height < NEAR;
   }
 
   #write() {

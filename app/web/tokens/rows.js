@@ -3,17 +3,18 @@
 // as many as the frame has time for.
 
 import { element } from "../elements.js";
+import { Follower } from "../text/follower.js";
 import { tint } from "./scale.js";
 import { single } from "./units.js";
 
-const MOST = 200; // tokens in a row
+const MOST = 100; // tokens in a row
 const FOLD = "fold"; // the class of a row that continues a paragraph
-const NEAR = 24; // px from the bottom that count as the bottom
 const BUDGET = 1; // ms of a frame for creating elements; layout and paint take three times as long
 
 export class Rows {
   #root;
   #scroller;
+  #follower;
   #row = null;
   #units = new WeakMap(); // element -> unit
   #queue = [];
@@ -25,12 +26,14 @@ export class Rows {
 
   constructor(root, scroller) {
     [this.#root, this.#scroller] = [root, scroller];
+    this.#follower = new Follower(scroller, root);
     new ResizeObserver(() => this.#resized()).observe(root);
   }
 
   /** Shows the whole text; `written`: [[start, end]] of what the model wrote. Text without a unit has no mark. */
   show(text, units, written) {
     this.#forget();
+    this.#follower.rest();
     this.#root.replaceChildren();
     this.#row = null;
     let at = 0;
@@ -87,16 +90,13 @@ export class Rows {
     [this.#queue, this.#frame] = [[], 0];
   }
 
-  // Scrolls along with the text only if the reader is at its end, not if they scrolled up.
   #write() {
-    const { scrollTop, scrollHeight, clientHeight } = this.#scroller;
-    const following = scrollHeight - scrollTop - clientHeight < NEAR;
     const until = performance.now() + BUDGET;
     if (this.#row) this.#row = fold(this.#row, (token, at) => this.#split(token, at));
     let written = 0;
     while (written < this.#queue.length && performance.now() < until) this.#put(...this.#queue[written++]);
     this.#queue.splice(0, written);
-    if (following) this.#scroller.scrollTop = this.#scroller.scrollHeight;
+    this.#follower.grew();
     this.#frame = this.#queue.length ? requestAnimationFrame(() => this.#write()) : 0;
   }
 

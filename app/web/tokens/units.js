@@ -55,6 +55,7 @@ export function within(units, [start, end]) {
 
 // A unit's text is its tokens' text without what the server removed: a leading space, or everything from a stop string on.
 function cut({ start, end, tokens }, text) {
+  if (tokens.length === 1 && tokens[0].text === text && !text.includes("\ufffd")) return [{ start, end, tokens }];
   const pieces = decoded(tokens);
   const first = pieces.map((piece) => piece.text).join("").indexOf(text);
   if (first < 0) return [{ start, end, tokens: null }];
