@@ -5,6 +5,7 @@ import { copy, REFUSED } from "./request/clipboard.js";
 import { shortSeed } from "./request/field.js";
 
 const SHOWN = 1200; // ms for which "copied" replaces the seed
+const REST = 100; // ms between two writes of the numbers of a run: digits that change with each frame cannot be read
 const FIRST = "Waiting for the first token";
 const NONE = "\u2013"; // en dash
 
@@ -21,7 +22,7 @@ export class Status {
   #read = null; // prompt tokens
   #cut = false; // whether the prompt was truncated
   #context = null; // the model's context, tokens
-  #frame = 0;
+  #timer = 0;
   #remedy;
   #shown = ""; // state and sentence
 
@@ -95,7 +96,7 @@ export class Status {
     this.#count += 1;
     this.#counts[index] = (this.#counts[index] ?? 0) + 1;
     this.show("streaming", "Streaming");
-    this.#frame ||= requestAnimationFrame(() => this.#paint());
+    this.#timer ||= setTimeout(() => this.#paint(), this.#count === 1 ? 0 : REST);
   }
 
   done({ choices, usage, timings }) {
@@ -120,8 +121,8 @@ export class Status {
   }
 
   #paint() {
-    cancelAnimationFrame(this.#frame);
-    this.#frame = 0;
+    clearTimeout(this.#timer);
+    this.#timer = 0;
     const { firstToken, rate, count, context, seed } = this.#numbers;
     write(firstToken, this.#first ? `${Math.round(this.#first - this.#sent)} ms` : NONE);
     writeNumber(rate, rateText(this.#rate ?? this.#ownRate()));
@@ -157,7 +158,7 @@ export class Status {
   }
 }
 
-// Keeps the text node, since a new one takes the browser longer to lay out. The numbers change with each frame of a run.
+// Keeps the text node, since a new one takes the browser longer to lay out. The numbers change often during a run.
 function write(element, text) {
   const { firstChild: node } = element;
   if (!node) element.textContent = text;

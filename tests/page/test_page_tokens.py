@@ -73,6 +73,20 @@ def test_switching_views_does_not_move_the_text(page, width):
     assert max(abs(a - b) for one, two in zip(before, after, strict=True) for a, b in zip(one, two, strict=True)) < 0.6
 
 
+def test_only_new_text_scrolls_the_inspect_view(page):
+    stream_into_inspect_view(page, [f" {word}" for word in WORDS * 40])
+    wait_two_frames(page)
+    top = "paper => paper.scrollTop"
+    before = page.locator("#paper").evaluate(top)
+    assert before > 400, "the view did not follow the text"
+    page.set_viewport_size({"width": 1280, "height": 700})
+    wait_two_frames(page)
+    assert page.locator("#paper").evaluate(top) == before
+    page.locator("#view-write").click()
+    wait_two_frames(page)
+    assert page.locator("#paper").evaluate(top) == before
+
+
 def wait_two_frames(page):
     """Waits two frames, after which pending changes are painted."""
     page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")

@@ -6,14 +6,17 @@ const NEAR = 24; // px from the bottom that count as the bottom
 export class Follower {
   #scroller;
   #content;
-  #end = 0; // of the text when it was last laid out, px
+  #staysAtEnd;
+  #width = 0; // of the scroller with its scroll bar when it was last laid out, px; 0 while the text is hidden
+  #end = 0; // of the text then, px
   #height = 0; // of the scroller then, px
   #isGrowing = false;
 
-  /** `content`: the element in `scroller` that has the text. */
-  constructor(scroller, content) {
-    [this.#scroller, this.#content] = [scroller, content];
-    const observer = new ResizeObserver(() => this.#resized());
+  /** `content`: the element in `scroller` that has the text; `staysAtEnd`: whether the end also stays in view when the
+      scroller gets lower, for example because a phone's keyboard opens. */
+  constructor(scroller, content, { staysAtEnd = false } = {}) {
+    [this.#scroller, this.#content, this.#staysAtEnd] = [scroller, content, staysAtEnd];
+    const observer = new ResizeObserver((entries) => this.#resized(entries));
     observer.observe(scroller);
     observer.observe(content);
   }
@@ -33,12 +36,15 @@ export class Follower {
     this.#isGrowing = false;
   }
 
-  // The scroller gets lower, for example, because a phone's keyboard opens.
-  #resized() {
+  // A new width moves all lines, and another view may have been shown: neither is growth. A scroll bar that appears is.
+  #resized(entries) {
     const { scrollTop, scrollHeight, clientHeight } = this.#scroller;
-    const isSeen = this.#content.offsetParent !== null; // or another view is shown
-    const wasAtEnd = this.#end - scrollTop - this.#height < NEAR;
-    if (isSeen && wasAtEnd && (this.#isGrowing || clientHeight !== this.#height)) this.follow();
-    [this.#end, this.#height] = [isSeen ? scrollHeight : Infinity, clientHeight];
+    const width = this.#content.offsetParent ? this.#scroller.offsetWidth : 0;
+    const isNear = (end) => end - scrollTop - this.#height < NEAR;
+    const hasGrown = this.#isGrowing && width === this.#width && isNear(this.#end);
+    const isScroller = entries.some(({ target }) => target === this.#scroller);
+    const stays = this.#staysAtEnd && isScroller && width > 0 && isNear(scrollHeight);
+    if (hasGrown || stays) this.follow();
+    [this.#width, this.#end, this.#height, this.#isGrowing] = [width, scrollHeight, clientHeight, false];
   }
 }

@@ -27,7 +27,7 @@ export class Sheet {
   constructor({ scroller, area, mirror }, { ontype }) {
     [this.#scroller, this.#area, this.#mirror] = [scroller, area, new Mirror(mirror)];
     area.addEventListener("input", ({ inputType }) => ontype(area.value, AT_ONE_GO.test(inputType)));
-    this.#follower = new Follower(scroller, mirror);
+    this.#follower = new Follower(scroller, mirror, { staysAtEnd: true });
   }
 
   focus() {
