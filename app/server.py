@@ -117,9 +117,12 @@ class _Server(uvicorn.Server):
             _log.warning("drain timeout expired: ending %d requests", len(tasks))
             self._service.fail_all(NotReady("the service is shutting down: try again in a moment", 5))
             await asyncio.wait(tasks, timeout=_CLOSE_SECONDS)
+        quiet = 0
         for _ in range(100):  # slow clients may still be reading the last responses, and requests wait for their turns
             is_writing = any(connection.flow.write_paused for connection in self._open_connections)
-            if not (is_writing or self._connections.best_effort.is_exhausted):
+            has_work = is_writing or self._connections.best_effort.is_exhausted or self._acceptor.has_work
+            quiet = 0 if has_work else quiet + 1
+            if quiet == 2:  # what a connection has sent is read an iteration after it is opened
                 break
             await asyncio.sleep(_CLOSE_SECONDS / 100)
 

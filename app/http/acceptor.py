@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import select
 import socket
+import time
 from collections.abc import Callable
 
 from app.http.connection_limits import ConnectionLimits
@@ -34,7 +36,14 @@ class Acceptor:
         self._is_closed = self._is_paused = False
         sock.setblocking(False)
         sock.listen(backlog)
+        self._backlog = select.poll()
+        self._backlog.register(sock, select.POLLIN)
         self._resume()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether connections wait to be accepted or opened."""
+        return bool(self._opening or self._lobby.count or self._backlog.poll(0))
 
     def close(self) -> None:
         """Stops listening, and closes the connections that wait in the lobby; open ones stay."""
@@ -69,9 +78,11 @@ class Acceptor:
     def _on_turn(self) -> None:
         if self._is_closed:
             return
+        started = time.perf_counter()
         for _ in range(_PER_TURN):
             if not self._accept(must_wait=True):  # this turn is not theirs
                 break
+        self._best_effort.charge(time.perf_counter() - started)
         self._resume()
 
     def _accept(self, *, must_wait: bool) -> bool:

@@ -15,12 +15,12 @@ from functools import partial
 
 from app.http.connection_limits import ConnectionLimits
 
-_MAX_WAITING = 32
-"""Connections in the lobby, each of which holds one of the file descriptors that ensure_file_limit() reserves."""
+_LEAST_CAPACITY = 32
+"""Connections in the lobby while all others are taken; ensure_file_limit() reserves their file descriptors."""
 _PEEKED_BYTES = 8192
 """Of the first packet, in which a key is looked for."""
-ACCEPT_SECONDS = 0.00003
-"""Time of the event loop for accepting a connection, and for closing it unopened."""
+_DISCARD_SECONDS = 0.00003
+"""Time of the event loop for closing a connection unopened."""
 _Open = Callable[[socket.socket], None]
 
 
@@ -32,19 +32,20 @@ class Lobby:
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[str, OrderedDict[socket.socket, Callable[[], None]]] = {}
         """By address, the oldest first, each with the callback that waits for its turn."""
-        self._count = 0
+        self.count = 0
+        """Connections that wait."""
 
     def add(self, connection: socket.socket, address: str, *, must_wait: bool) -> None:
         """Opens the connection, now with a known key or unless it must wait; closes it if its client has left.
 
-        When the lobby is full, the address with the most connections in it loses its oldest one.
+        When the lobby and the open connections take all that the service may have, the address with the most
+        connections in the lobby loses its oldest one.
         """
         if (first := _peek(connection)) is None:
             self._discard(connection)
         elif not must_wait or self._limits.has_known_key(first):
             self._open(connection)
         else:
-            self._best_effort.charge(ACCEPT_SECONDS)
             self._wait(connection, address)
 
     def close(self) -> None:
@@ -55,7 +56,7 @@ class Lobby:
                 connection.close()
 
     def _wait(self, connection: socket.socket, address: str) -> None:
-        if self._count >= _MAX_WAITING:
+        if self.count >= max(_LEAST_CAPACITY, self._limits.limits.connections - self._limits.count):
             # Not the newest, whose key may be on its way.
             crowded = max(self._waiting, key=lambda one: len(self._waiting[one]))
             oldest = next(iter(self._waiting[crowded]))
@@ -64,7 +65,7 @@ class Lobby:
             self._limits.cut_by_reason["address"] += 1
         on_turn = partial(self._on_turn, connection, address)
         self._waiting.setdefault(address, OrderedDict())[connection] = on_turn
-        self._count += 1
+        self.count += 1
         self._best_effort.request(address, on_turn)
         self._loop.add_reader(connection, self._on_packet, connection, address)
 
@@ -89,12 +90,12 @@ class Lobby:
         self._best_effort.cancel(address, queue.pop(connection))
         if not queue:
             del self._waiting[address]
-        self._count -= 1
+        self.count -= 1
         self._loop.remove_reader(connection)
 
     def _discard(self, connection: socket.socket) -> None:
         connection.close()
-        self._best_effort.charge(ACCEPT_SECONDS)
+        self._best_effort.charge(_DISCARD_SECONDS)
 
 
 def _peek(connection: socket.socket) -> bytes | None:
