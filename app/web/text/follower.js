@@ -41,10 +41,10 @@ export class Follower {
     const { scrollTop, scrollHeight, clientHeight } = this.#scroller;
     const width = this.#content.offsetParent ? this.#scroller.offsetWidth : 0;
     const isNear = (end) => end - scrollTop - this.#height < NEAR;
-    const hasGrown = this.#isGrowing && width === this.#width && isNear(this.#end);
+    const hasGrown = this.#isGrowing && scrollHeight > this.#end && width === this.#width && isNear(this.#end);
     const isScroller = entries.some(({ target }) => target === this.#scroller);
-    const stays = this.#staysAtEnd && isScroller && width > 0 && isNear(scrollHeight);
-    if (hasGrown || stays) this.follow();
+    const stays = this.#staysAtEnd && isScroller && isNear(scrollHeight);
+    if (width > 0 && (hasGrown || stays)) this.follow();
     [this.#width, this.#end, this.#height, this.#isGrowing] = [width, scrollHeight, clientHeight, false];
   }
 }
