@@ -1,8 +1,8 @@
 """Connections that have been accepted, and wait for a turn before they get a protocol and are read.
 
-To accept a connection costs a tenth of what it costs to open it. So all are accepted soon, and those that wait are
-opened in the order of turns, in which addresses alternate: a client that connects without end delays other addresses
-little. A connection whose first packet has a known API key is opened when the packet comes, whoever else waits.
+The service accepts all connections soon, because that costs it less than opening them. It opens those that wait in
+turns, in which addresses alternate, so a client that connects without end mostly delays itself. The service opens a
+connection at once when its first packet has a known API key.
 """
 
 from __future__ import annotations

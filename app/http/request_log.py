@@ -1,7 +1,7 @@
 """Request log: gives each request an id (X-Request-Id) before anything can fail, and writes one line at its end.
 
-A caller's own X-Request-Id is kept, in the response, the log line, errors and traces. The service's id names the
-completion: nobody can guess it, and no caller can choose another caller's.
+A caller's own X-Request-Id is kept, in the response, the log line, errors and traces. Routes find a completion by the
+service's id instead, which is random: a caller can neither guess the id of another caller's completion nor take it.
 
 Every exception becomes a response in the common error format here, because the line reports it.
 """

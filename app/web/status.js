@@ -24,7 +24,6 @@ export class Status {
   #context = null; // the model's context, tokens
   #timer = 0;
   #remedy;
-  #shown = ""; // state and sentence
 
   /** `line`: the live region; `remedy`: the button next to it; `numbers`: { firstToken, rate, count, context, seed }. */
   constructor(line, remedy, numbers) {
@@ -40,8 +39,7 @@ export class Status {
 
   // Screen readers speak the line whenever it changes, so it changes with the state and not with each token.
   show(state, sentence) {
-    if (this.#shown === `${state} ${sentence}`) return;
-    this.#shown = `${state} ${sentence}`;
+    if (this.#line.dataset.state === state && this.#line.textContent === sentence) return;
     this.#line.dataset.state = state;
     this.#line.textContent = sentence;
     this.#remedy.hidden = true; // it belonged to the previous message

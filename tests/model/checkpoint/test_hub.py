@@ -297,7 +297,7 @@ def test_cache_is_used_without_a_network(hub: FakeHub, monkeypatch: pytest.Monke
 def test_cache_is_used_when_the_hub_is_too_slow(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     directory, _ = resolve()
     monkeypatch.setattr(hub_transfer, "_WINDOW", 0.3)
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # the kernel accepts connections, and nobody answers
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # completes connections, and never answers
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
         found, (line,) = resolve()
     assert found == directory

@@ -29,8 +29,8 @@ FLOODS: dict[str, tuple[bytes, bytes]] = {
     "unknown paths": (b"", _HEAD % (b"GET /nothing", b"")),
     "pages": (b"", _HEAD % (b"GET /", b"")),
     "offers of an upgrade": (b"", _HEAD % (_LIVE, b"Connection: upgrade\r\nUpgrade: h2c\r\n")),
-    "connections that say nothing": (b"", b""),
-    "half heads": (b"GET /health/live HTTP/1.1\r\nHo", b""),
+    "silent connections, a hundred each": (b"", b""),
+    "half heads on a hundred connections each": (b"GET /health/live HTTP/1.1\r\nHo", b""),
 }
 """What each connection sends once, and then without end. When the service closes it, another one follows.
 
