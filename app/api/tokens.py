@@ -135,11 +135,12 @@ async def tokenize(request: Request) -> Response:
         slices = encoder.span_slices(prompt, "prompt" if special else "plain")
         length = encoder.pool_length(len(prompt))
         spans = await while_connected(request, service.tokenizer_pool.run_slices(length, slices, account))
+        fields = _PieceFields(tokenizer)
         content = TokenizeResponse(
             count=len(spans),
             max_model_len=ready.context,
             tokens=LazyArray(lambda: _batches(spans.ids())),
-            pieces=LazyArray(lambda: _batches(_placed_piece(tokenizer, *span) for span in spans)),
+            pieces=LazyArray(lambda: _batches(PlacedPiece(*fields[token], start, end) for token, start, end in spans)),
         )
         time_slice = TimeSlice(partial(service.loop_share.pause, account))
         return JsonStream(content, version_header(ready.weights_version), time_slice, stack.pop_all().close)
@@ -162,9 +163,10 @@ async def detokenize(request: Request) -> Response:
                 f"token id {largest} is outside the vocabulary: ids are from 0 to {ready.vocab_size - 1}", "tokens"
             )
         ids = array("H" if largest < 1 << 16 else "I", body.tokens)
+        fields = _PieceFields(tokenizer)
         content = DetokenizeResponse(
             prompt=LazyString(lambda: _decoded_parts(tokenizer, ids)),
-            pieces=LazyArray(lambda: _batches(Piece(*_fields(tokenizer, token)) for token in ids)),
+            pieces=LazyArray(lambda: _batches(Piece(*fields[token]) for token in ids)),
         )
         time_slice = TimeSlice(partial(service.loop_share.pause, account))
         return JsonStream(content, version_header(ready.weights_version), time_slice, stack.pop_all().close)
@@ -202,15 +204,17 @@ def _tokenizer_info(instance: ModelInstance, ready: Ready, tokenizer: Tokenizer)
     )
 
 
-def _fields(tokenizer: Tokenizer, token: int) -> tuple[int, str, list[int], bool]:
-    """The fields of a Piece."""
-    name = tokenizer.specials.get(token)
-    data = tokenizer.token_bytes(token) if name is None else name.encode()
-    return token, data.decode("utf-8", "replace"), list(data), name is not None
+class _PieceFields(dict[int, tuple[int, str, list[int], bool]]):
+    """The fields of a Piece by token, made once for each: a long text repeats its tokens."""
 
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
 
-def _placed_piece(tokenizer: Tokenizer, token: int, start: int, end: int) -> PlacedPiece:
-    return PlacedPiece(*_fields(tokenizer, token), start, end)
+    def __missing__(self, token: int) -> tuple[int, str, list[int], bool]:
+        name = self._tokenizer.specials.get(token)
+        data = self._tokenizer.token_bytes(token) if name is None else name.encode()
+        self[token] = fields = (token, data.decode("utf-8", "replace"), list(data), name is not None)
+        return fields
 
 
 def _batches(items: Iterable[_T]) -> Iterator[list[_T]]:
