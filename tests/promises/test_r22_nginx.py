@@ -106,16 +106,17 @@ def _two_servers(servers: list[Server]) -> str:
     return text.replace("listen 8080", "listen 127.0.0.1:PORT")
 
 
-async def _send_until(is_over: asyncio.Event, url: str, outcomes: Counter[str]) -> None:
-    """Sends streams and whole requests in turn; counts how they end."""
+async def _send_until(is_over: asyncio.Event, url: str, outcomes: Counter[str], ended: list[int], index: int) -> None:
+    """Sends streams and whole requests in turn; counts how they end, and in `ended[index]` how many did."""
     async with httpx.AsyncClient(timeout=60) as client:
         for stream in itertools.cycle((True, False)):
             try:
                 response = await client.post(f"{url}/complete", json={**SHORT, "stream": stream})
                 is_complete = "event: done" in response.text if stream else response.status_code == 200
-                outcomes["complete" if is_complete else str(response.status_code)] += 1
+                outcomes["complete" if is_complete else f"{response.status_code} {response.text[-300:]}"] += 1
             except httpx.TransportError as error:
                 outcomes[type(error).__name__] += 1
+            ended[index] += 1
             if is_over.is_set():
                 return
 
@@ -126,11 +127,17 @@ async def _restart_under_load(
     outcomes: Counter[str] = Counter()
     is_over = asyncio.Event()
     with running_nginx(folder, conf) as url:
-        clients = [asyncio.create_task(_send_until(is_over, url, outcomes)) for _ in range(12)]
+        ended = [0] * 12
+        clients = [asyncio.create_task(_send_until(is_over, url, outcomes, ended, index)) for index in range(12)]
         for number in range(restarts):
             index, port = number % 2, str(servers[number % 2].service.address.port)
             assert await asyncio.to_thread(stop_server, servers[index]) == 0
             servers[index] = await asyncio.to_thread(serve, "--port", port, fake_ms=3)
+            # A request that it refused while it was starting is still on its way, and must not meet the next stop.
+            before = tuple(ended)
+            assert await asyncio.to_thread(
+                servers[index].wait_for, lambda before=before: all(map(int.__lt__, before, ended))
+            )
         is_over.set()
         await asyncio.gather(*clients)
     print(outcomes)

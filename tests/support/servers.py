@@ -45,16 +45,19 @@ class Server:
 
     def metric(self, name: str, headers: Mapping[str, str] | None = None) -> float:
         """Value of a gauge or counter; `name` includes labels. `headers` are for a service with keys."""
+        found = re.search(rf"^inkstream_{re.escape(name)} (\S+)$", self.metrics_text(headers), re.MULTILINE)
+        assert found, f"no metric {name}"
+        return float(found.group(1))
+
+    def metrics_text(self, headers: Mapping[str, str] | None = None) -> str:
+        """The response to GET /metrics."""
         address = self.service.address
         connection = http.client.HTTPConnection(address.host, address.port, timeout=60)
         try:
             connection.request("GET", "/metrics", headers=dict(headers or {}))
-            text = connection.getresponse().read().decode()
+            return connection.getresponse().read().decode()
         finally:
             connection.close()
-        found = re.search(rf"^inkstream_{re.escape(name)} (\S+)$", text, re.MULTILINE)
-        assert found, f"no metric {name}"
-        return float(found.group(1))
 
     def log_text(self) -> str:
         """The complete lines of the log, without a partly written last line."""
