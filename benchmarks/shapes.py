@@ -21,7 +21,7 @@ from benchmarks.prompts import pseudo_prose
 from model.checkpoint.checkpoint import weights_files
 from model.checkpoint.config_file import load_config
 from model.checkpoint.stored_weights import StoredWeights
-from model.config import ModelConfig
+from model.config import LayerKind, ModelConfig, Rope
 from model.families.registry import NATIVE, write_config
 from model.nn.transformer import Decoder
 from model.number_formats import Array
@@ -43,6 +43,10 @@ def _llama(layers: int, width: int, heads: int, kv_heads: int, mlp: int, vocab: 
     return ModelConfig(**{**sizes, "head_dim": 64, "context": 1024, **more})
 
 
+def _rope(theta: float) -> dict[str, Any]:
+    return {"layer_kinds": (LayerKind(rope=Rope(theta=theta)),)}
+
+
 SHAPES = {
     # GPT-2 small: 124 M parameters.
     "A": replace(
@@ -50,6 +54,7 @@ SHAPES = {
         norm="layernorm",
         norm_bias=True,
         positions="learned",
+        layer_kinds=(LayerKind(),),
         activation="gelu_tanh",
         gated=False,
         qkv_bias=True,
@@ -63,10 +68,10 @@ SHAPES = {
     # 1.1 B.
     "1b": _llama(22, 2048, 32, 4, 5632, 32_000, context=4096, tied_head=False),
     # 8.0 B: 16 GB in bfloat16.
-    "8b": _llama(32, 4096, 32, 8, 14_336, 128_256, head_dim=128, context=8192, rope_theta=500_000.0, tied_head=False),
+    "8b": _llama(32, 4096, 32, 8, 14_336, 128_256, head_dim=128, context=8192, **_rope(500_000.0), tied_head=False),
     # 8.2 B: Qwen3-8B.
     "qwen3-8b": replace(
-        _llama(36, 4096, 32, 8, 12_288, 151_936, head_dim=128, context=8192, rope_theta=1e6, tied_head=False),
+        _llama(36, 4096, 32, 8, 12_288, 151_936, head_dim=128, context=8192, **_rope(1e6), tied_head=False),
         qk_norm=True,
     ),
 }

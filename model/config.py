@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -11,16 +13,19 @@ from msgspec import Meta
 
 Norm = Literal["rmsnorm", "layernorm", "none"]
 NormPosition = Literal["pre", "post"]
-Positions = Literal["rotary", "learned", "sinusoidal", "none"]
+Positions = Literal["learned", "sinusoidal", "none"]
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
 ScaleBy = Literal["head_dim", "width"]
-ScalingKind = Literal["linear", "llama3"]
+RopeKind = Literal["default", "linear", "llama3"]
 Size = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Positive = Annotated[float, Meta(gt=0, le=2**53)]
 """JSON integers can have any length: larger ones are not exact as floats."""
 RopeBase = Annotated[float, Meta(ge=1, le=2**53)]
 """A smaller one makes wavelengths grow shorter, and overflows if it is tiny."""
+
+
+MAX_LAYER_KINDS = 64
 
 
 class ConfigError(ValueError):
@@ -43,31 +48,70 @@ def check_model_type(raw: Mapping[str, Any]) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RopeScaling:
-    """Scaling of the rotary wavelengths for contexts longer than the training context.
+_annotations: Callable[[Any], dict[str, Any]] = functools.cache(partial(get_type_hints, include_extras=True))
 
-    linear: multiplies every wavelength by `factor` (arXiv:2306.15595). llama3: scales wavelengths longer than
-    original_context / low_freq_factor, keeps those shorter than original_context / high_freq_factor, and interpolates
-    between them.
+
+def _check_fields(config: ModelConfig | LayerKind | Rope, suffix: str = "") -> None:
+    """Checks every field by its annotation. Raises ConfigError."""
+    for name, kind in _annotations(type(config)).items():
+        _check_value(getattr(config, name), kind, f"{name}{suffix}")
+
+
+def _check_value(value: object, kind: Any, name: str) -> None:
+    try:
+        msgspec.convert(value, kind, from_attributes=True)
+    except msgspec.ValidationError as error:
+        choices = f"; it must be one of {', '.join(get_args(kind))}" if get_origin(kind) is Literal else ""
+        raise ConfigError(f"{name} cannot be {value!r}: {error}{choices}") from None
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rope:
+    """Rotary positions (arXiv:2104.09864): pairs of dimensions of a head are rotated by position times frequency.
+
+    kind: default: the wavelengths as trained. linear: multiplies every wavelength by `factor` (arXiv:2306.15595).
+    llama3: scales wavelengths longer than original_context / low_freq_factor, keeps those shorter than
+    original_context / high_freq_factor, and interpolates between them.
     """
 
-    kind: ScalingKind
-    factor: Positive
+    theta: RopeBase = 10_000.0
+    """Base of the wavelengths."""
+    dim: Size | None = None
+    """Number of dimensions of each head that are rotated; None means all."""
+    kind: RopeKind = "default"
+    factor: Positive = 1.0
     low_freq_factor: Positive = 1.0
     high_freq_factor: Positive = 4.0
     original_context: Size = 8192
 
     def __post_init__(self) -> None:
-        _check_fields(self, " of the rope scaling")
+        _check_fields(self, " of the rope")
         _require(self.low_freq_factor < self.high_freq_factor, "low_freq_factor must be below high_freq_factor")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerKind:
+    """What may differ between the layers of a decoder."""
+
+    window: Size | None = None
+    """Number of tokens that a token attends to, itself included; None means all."""
+    rope: Rope | None = None
+    """None: queries and keys are not rotated."""
+
+    def __post_init__(self) -> None:
+        _check_fields(self, " of a layer kind")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """Architecture of one decoder. Defaults: the llama layout (pre-RMSNorm, rotary positions, grouped queries, SwiGLU).
 
-    Sources: RMSNorm arXiv:1910.07467, RoPE arXiv:2104.09864, GQA arXiv:2305.13245, SwiGLU arXiv:2002.05202; post-norm,
+    Sources: RMSNorm arXiv:1910.07467, GQA arXiv:2305.13245, SwiGLU arXiv:2002.05202; post-norm,
     sinusoids and cross-attention arXiv:1706.03762; parallel residual arXiv:2204.06745; soft cap arXiv:2408.00118.
     """
 
@@ -96,12 +140,12 @@ class ModelConfig:
     """pre: x + f(norm(x)); post: norm(x + f(x))."""
     final_norm: bool = True
     """Whether a norm precedes the head."""
-    positions: Positions = "rotary"
-    rope_theta: RopeBase = 10_000.0
-    """Base of the rotary wavelengths."""
-    rotary_dim: Size | None = None
-    """Number of dimensions of each head that are rotated; None means all."""
-    rope_scaling: RopeScaling | None = None
+    positions: Positions = "none"
+    """Position vectors that are added to the token embeddings."""
+    layer_kinds: tuple[LayerKind, ...] = (LayerKind(rope=Rope()),)
+    """Kinds of layers, each used by at least one."""
+    layer_types: tuple[Count, ...] = ()
+    """Index in layer_kinds of each layer's kind; empty if there is only one kind."""
     activation: Activation = "silu"
     gated: bool = True
     """Whether the feed-forward is down(activation(gate(x)) * up(x)) instead of down(activation(up(x)))."""
@@ -115,8 +159,6 @@ class ModelConfig:
     """RMSNorm over each query and key head (arXiv:2302.05442)."""
     parallel_residual: bool = False
     """x + attention(norm(x)) + mlp(norm(x)), each with its own norm."""
-    sliding_window: Size | None = None
-    """Number of tokens that a token attends to, itself included; None means all."""
     attention_scale: ScaleBy = "head_dim"
     """Divide the attention scores by the square root of this."""
     tied_head: bool = True
@@ -138,24 +180,35 @@ class ModelConfig:
         return 2 * self.n_layers * self.n_kv_heads * self.head_dim
 
     @property
-    def effective_rotary_dim(self) -> int:
-        """Number of dimensions of each head that are rotated."""
-        return self.head_dim if self.rotary_dim is None else self.rotary_dim
+    def layers(self) -> tuple[LayerKind, ...]:
+        """The kind of each layer."""
+        return tuple(self.layer_kinds[index] for index in self.layer_types) or self.layer_kinds * self.n_layers
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each layer."""
+        return tuple(kind.window for kind in self.layers)
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """The different rotations, in the order of layer_kinds."""
+        return tuple(dict.fromkeys(kind.rope for kind in self.layer_kinds if kind.rope))
+
+    def rotated_dim(self, rope: Rope | None) -> int:
+        """Number of dimensions of each head that `rope` rotates."""
+        if rope is None:
+            return 0
+        return self.head_dim if rope.dim is None else rope.dim
 
     def _check_combinations(self) -> None:
         heads, kv_heads, head_dim = self.n_heads, self.n_kv_heads, self.head_dim
         _require(heads % kv_heads == 0, f"n_heads ({heads}) must be a multiple of n_kv_heads ({kv_heads})")
-        if self.positions == "rotary":
+        for dim in map(self.rotated_dim, self.ropes):
             _require(
-                self.effective_rotary_dim % 2 == 0 and self.effective_rotary_dim <= head_dim,
-                f"rotary positions rotate pairs: rotary_dim must be even and at most head_dim ({head_dim}), "
-                f"not {self.effective_rotary_dim}",
+                dim % 2 == 0 and dim <= head_dim,
+                f"a rope rotates pairs: its dim must be even and at most head_dim ({head_dim}), not {dim}",
             )
-        else:
-            _require(
-                self.rope_scaling is None and self.rotary_dim is None,
-                f"rope_scaling and rotary_dim need rotary positions, not {self.positions}",
-            )
+        self._check_layer_types()
         _require(
             self.norm != "none" or not (self.final_norm or self.norm_position == "post"),
             "final_norm and norm_position post need a norm, not norm none",
@@ -171,33 +224,27 @@ class ModelConfig:
             f"without out_projection {heads} heads of {head_dim} must add up to the width ({self.width}), without bias",
         )
         _require(
-            not self.n_encoder_layers or not (self.parallel_residual or self.sliding_window),
-            "an encoder supports neither parallel_residual nor sliding_window",
+            not self.n_encoder_layers
+            or not (self.parallel_residual or self.layer_types or self.layer_kinds[0].window is not None),
+            "an encoder supports neither parallel_residual nor windows nor several layer_kinds",
+        )
+
+    def _check_layer_types(self) -> None:
+        kinds, types = self.layer_kinds, self.layer_types
+        _require(len(set(kinds)) == len(kinds) > 0, "layer_kinds must not be empty or name a kind twice")
+        _require(len(kinds) <= MAX_LAYER_KINDS, f"layer_kinds may have at most {MAX_LAYER_KINDS} kinds")
+        if not types:
+            _require(
+                len(kinds) == 1, f"layer_types must name the kind of each layer, since there are {len(kinds)} kinds"
+            )
+            return
+        _require(
+            len(types) == self.n_layers and set(types) == set(range(len(kinds))) and len(kinds) > 1,
+            f"layer_types must have one index for each of the {self.n_layers} layers and use each of the {len(kinds)} "
+            "layer_kinds; it must be empty if there is only one",
         )
 
 
-def _check_fields(config: ModelConfig | RopeScaling, suffix: str = "") -> None:
-    """Checks every field by its annotation. Raises ConfigError."""
-    for name, kind in _ANNOTATIONS[type(config)].items():
-        _check_value(getattr(config, name), kind, f"{name}{suffix}")
-
-
-def check_field(name: str, value: object, key: str) -> None:
-    """Checks a value for a field of ModelConfig, which comes from a file that calls it `key`. Raises ConfigError."""
-    _check_value(value, _ANNOTATIONS[ModelConfig][name], key)
-
-
-def _check_value(value: object, kind: Any, name: str) -> None:
-    try:
-        msgspec.convert(value, kind, from_attributes=True)
-    except msgspec.ValidationError as error:
-        choices = f"; it must be one of {', '.join(get_args(kind))}" if get_origin(kind) is Literal else ""
-        raise ConfigError(f"{name} cannot be {value!r}: {error}{choices}") from None
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ConfigError(message)
-
-
-_ANNOTATIONS = {kind: get_type_hints(kind, include_extras=True) for kind in (ModelConfig, RopeScaling)}
+def check_field(name: str, value: object, key: str, of: type[ModelConfig | LayerKind] = ModelConfig) -> None:
+    """Checks a value for a field of a config, which comes from a file that calls it `key`. Raises ConfigError."""
+    _check_value(value, _annotations(of)[name], key)

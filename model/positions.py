@@ -12,17 +12,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from model.config import ModelConfig, RopeScaling
+from model.config import ModelConfig, Rope
 
 Floats = NDArray[np.floating[Any]]
 _SLICE_POSITIONS = 4096
 
 
-def rope_table(config: ModelConfig) -> Floats:
-    """[context, effective_rotary_dim] float32: cosines of each position's angles, then sines."""
-    frequencies_F = _frequencies(config.rope_theta, config.effective_rotary_dim)
-    if config.rope_scaling:
-        frequencies_F = _scaled(frequencies_F, config.rope_scaling)
+def rope_table(config: ModelConfig, rope: Rope) -> Floats:
+    """[context, rotated dimensions] float32: cosines of each position's angles, then sines."""
+    frequencies_F = _scaled(_frequencies(rope.theta, config.rotated_dim(rope)), rope)
     return _table(
         config.context, frequencies_F, lambda angles_PF: np.concatenate((np.cos(angles_PF), np.sin(angles_PF)), axis=-1)
     )
@@ -50,13 +48,15 @@ def _table(context: int, frequencies_F: Floats, row: Callable[[Floats], Floats])
     return np.concatenate([row(slice_P[:, None] * frequencies_F).astype(np.float32) for slice_P in slices])
 
 
-def _scaled(frequencies_F: Floats, scaling: RopeScaling) -> Floats:
-    stretched_F: Floats = frequencies_F / scaling.factor
-    if scaling.kind == "linear":
+def _scaled(frequencies_F: Floats, rope: Rope) -> Floats:
+    if rope.kind == "default":
+        return frequencies_F
+    stretched_F: Floats = frequencies_F / rope.factor
+    if rope.kind == "linear":
         return stretched_F
     # The number of rotations within the original context decides how much a wavelength is stretched.
-    rotations_F = scaling.original_context * frequencies_F / (2 * math.pi)
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    rotations_F = rope.original_context * frequencies_F / (2 * math.pi)
+    low, high = rope.low_freq_factor, rope.high_freq_factor
     weight_F = ((rotations_F - low) / (high - low)).clip(0.0, 1.0)
     # As torch.lerp computes it: from the nearer end.
     nearer_high_F = frequencies_F - (frequencies_F - stretched_F) * (1 - weight_F)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
-from model.config import ConfigError, ModelConfig
+from model.config import ConfigError, LayerKind, ModelConfig
 
 Arch = Literal["llama", "gpt", "textbook"]
 ARCHS: tuple[Arch, ...] = get_args(Arch)
@@ -47,16 +47,19 @@ def _classic(layers: int, width: int, heads: int, vocab: int, context: int, **sw
 
 
 _POST_NORM = {"norm_position": "post", "final_norm": False, "activation": "relu", "tied_head": False, "head_bias": True}
+_UNROTATED = (LayerKind(),)
 
 
 def _gpt(layers: int, width: int, heads: int, vocab: int, context: int) -> ModelConfig:
     """GPT-2's layout with the exact GELU."""
-    return _classic(layers, width, heads, vocab, context, positions="learned", activation="gelu")
+    return _classic(
+        layers, width, heads, vocab, context, positions="learned", layer_kinds=_UNROTATED, activation="gelu"
+    )
 
 
 def _textbook(layers: int, width: int, heads: int, vocab: int, context: int) -> ModelConfig:
     """The decoder of "Attention is all you need" without its encoder (arXiv:1706.03762)."""
-    scaled = {"positions": "sinusoidal", "embedding_scale": width**0.5}
+    scaled = {"positions": "sinusoidal", "layer_kinds": _UNROTATED, "embedding_scale": width**0.5}
     return _classic(layers, width, heads, vocab, context, **scaled, **_POST_NORM)
 
 
@@ -70,7 +73,16 @@ _PRESETS = {
     "textbook": _textbook(6, 512, 8, 10_000, 512),
     # A post-norm decoder block as often written from scratch: scores are divided by the square root of the width.
     "standalone": _classic(
-        4, 256, 4, 4096, 256, positions="learned", qkv_bias=False, attention_scale="width", **_POST_NORM
+        4,
+        256,
+        4,
+        4096,
+        256,
+        positions="learned",
+        layer_kinds=_UNROTATED,
+        qkv_bias=False,
+        attention_scale="width",
+        **_POST_NORM,
     ),
     # One layer with one head of size 2: small enough to compute by hand.
     "toy": ModelConfig(
@@ -85,6 +97,7 @@ _PRESETS = {
         norm="none",
         final_norm=False,
         positions="sinusoidal",
+        layer_kinds=_UNROTATED,
         out_projection=False,
         tied_head=False,
         head_bias=True,
@@ -92,7 +105,16 @@ _PRESETS = {
     "gpt": _gpt(6, 384, 6, 4096, 256),
     # The original encoder-decoder.
     "cross": _classic(
-        3, 256, 4, 4096, 128, positions="sinusoidal", embedding_scale=16.0, n_encoder_layers=3, **_POST_NORM
+        3,
+        256,
+        4,
+        4096,
+        128,
+        positions="sinusoidal",
+        layer_kinds=_UNROTATED,
+        embedding_scale=16.0,
+        n_encoder_layers=3,
+        **_POST_NORM,
     ),
 }
 PRESET_NAMES = tuple(_PRESETS)

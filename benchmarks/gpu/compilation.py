@@ -43,7 +43,7 @@ from benchmarks.gpu.conformance import rows as row_checks
 from benchmarks.gpu.parity import LAYOUTS
 from benchmarks.gpu.results import Finding, StageContext, shortened
 from benchmarks.shapes import SHAPES
-from model.config import Activation, ModelConfig, Norm
+from model.config import Activation, LayerKind, ModelConfig, Norm, Rope
 
 SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 """Shared memory that a program may have, by compute capability."""
@@ -61,18 +61,22 @@ def engine_launches(
 ) -> Launches:
     """Everything that an engine with this model launches, except 8-bit products."""
     tile = max(16, 64 // (config.n_heads // config.n_kv_heads))  # as StepProgram does
-    shape = attention_checks.Shape(
-        n_heads=config.n_heads, n_kv_heads=config.n_kv_heads, head_dim=config.head_dim, block_size=block, lengths=(),
-        window=config.sliding_window,
-    )  # fmt: skip
     table = -(-config.context // block)
-    found: Launches = {
-        f"{name}: {what}, {splits}": partial(_attention, shape, dtype, table, tokens, splits)
-        for (what, tokens), splits in itertools.product((("decode", 1), ("prompt", tile)), (1, 2))
-        if splits == 1 or config.context > SPLIT
-    }
-    heads = partial(_heads, config.n_heads, config.n_kv_heads, config.head_dim, config.effective_rotary_dim, dtype)
-    found[f"{name}: heads"] = partial(heads, block, config.qk_norm, config.positions == "rotary")
+    found: Launches = {}
+    for kind in config.layer_kinds:
+        shape = attention_checks.Shape(
+            n_heads=config.n_heads, n_kv_heads=config.n_kv_heads, head_dim=config.head_dim, block_size=block,
+            lengths=(), window=kind.window,
+        )  # fmt: skip
+        label = name if len(config.layer_kinds) == 1 else f"{name}, window {kind.window}"
+        found |= {
+            f"{label}: {what}, {splits}": partial(_attention, shape, dtype, table, tokens, splits)
+            for (what, tokens), splits in itertools.product((("decode", 1), ("prompt", tile)), (1, 2))
+            if splits == 1 or config.context > SPLIT
+        }
+        rotated = config.rotated_dim(kind.rope)
+        heads = partial(_heads, config.n_heads, config.n_kv_heads, config.head_dim, rotated, dtype)
+        found[f"{label}: heads"] = partial(heads, block, config.qk_norm, kind.rope is not None)
     for has_delta in (False, True):
         found[f"{name}: norm, {has_delta=}"] = partial(
             _norm, dtype, config.norm, config.width, has_delta, config.norm_bias
@@ -164,8 +168,12 @@ QUANTIZED: Launches = {
     "fp8": _fp8,
 }
 QWEN3 = SHAPES["qwen3-8b"]
-_WIDE = replace(QWEN3, n_heads=16, n_kv_heads=2, head_dim=256, sliding_window=4096, qk_norm=False)
-_ODD = replace(QWEN3, n_heads=6, n_kv_heads=2, head_dim=80, norm="layernorm", norm_bias=True, positions="learned")
+_WIDE = replace(
+    QWEN3, n_heads=16, n_kv_heads=2, head_dim=256, layer_kinds=(LayerKind(window=4096, rope=Rope()),), qk_norm=False
+)
+_ODD = replace(
+    QWEN3, n_heads=6, n_kv_heads=2, head_dim=80, norm="layernorm", norm_bias=True, layer_kinds=(LayerKind(),)
+)
 _ALL: Launches = {
     **engine_launches("qwen3", QWEN3),
     **engine_launches("gpt2", SHAPES["A"]),

@@ -23,7 +23,7 @@ from benchmarks.engine_driver import random_prompt, request, run_all
 from benchmarks.gpu.engines import build_device_engine
 from benchmarks.gpu.results import Finding, StageContext
 from benchmarks.shapes import SHAPES, decoder_of, random_state, smaller, weights_in_memory
-from model.config import ModelConfig
+from model.config import LayerKind, ModelConfig, Rope
 from model.nn.reference import logits
 from model.nn.transformer import Decoder
 
@@ -36,15 +36,23 @@ _SIZES: dict[str, Any] = {
     "mlp_width": 704,
     "context": 2048,
 }
-_LLAMA = replace(SHAPES["8b"], n_kv_heads=2, rope_theta=10_000.0, **_SIZES)
-_ODD = replace(_LLAMA, n_kv_heads=1, head_dim=128, qk_norm=True, sliding_window=100, logit_soft_cap=30.0)
+_ROTATED, _UNROTATED = (LayerKind(rope=Rope()),), (LayerKind(),)
+_LLAMA = replace(SHAPES["8b"], n_kv_heads=2, layer_kinds=_ROTATED, **_SIZES)
+_ODD = replace(_LLAMA, n_kv_heads=1, head_dim=128, qk_norm=True, logit_soft_cap=30.0)
 _POST_NORM = replace(_LLAMA, norm="layernorm", norm_position="post", final_norm=False, activation="relu", gated=False)
 LAYOUTS = {
     "llama": _LLAMA,
     "gpt": replace(SHAPES["A"], n_kv_heads=4, tied_head=False, **_SIZES),
-    "window, caps, head norms": replace(_ODD, embedding_scale=2.0),
-    "post-norm, sinusoids": replace(_POST_NORM, positions="sinusoidal", head_bias=True),
-    "parallel, half turned": replace(_LLAMA, parallel_residual=True, rotary_dim=32, activation="gelu", gated=False),
+    "window, caps, head norms": replace(_ODD, embedding_scale=2.0, layer_kinds=(LayerKind(window=100, rope=Rope()),)),
+    "layers of three kinds": replace(
+        _LLAMA,
+        layer_kinds=(LayerKind(window=100, rope=Rope()), LayerKind(), LayerKind(window=300, rope=Rope(dim=32))),
+        layer_types=(0, 1, 2, 0),
+    ),
+    "post-norm, sinusoids": replace(_POST_NORM, positions="sinusoidal", layer_kinds=_UNROTATED, head_bias=True),
+    "parallel, half turned": replace(
+        _LLAMA, parallel_residual=True, layer_kinds=(LayerKind(rope=Rope(dim=32)),), activation="gelu", gated=False
+    ),
 }
 _LOGPROB_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.3}
 """Tolerance of a log-probability; on a CPU, torch's were off by 8.1e-6 and 0.10 at most."""

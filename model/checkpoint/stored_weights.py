@@ -46,7 +46,8 @@ def check_sizes(path: Path, config: ModelConfig, index: TensorIndex) -> None:
     requested = config.width * (config.vocab_size + layers * rows_per_layer)
     if requested > _MAX_SIZE_RATIO * stored:
         raise CheckpointError(f"{path}: asks for {requested} numbers, {index.source.name} has {stored}")
-    elements_per_position = {"none": 0, "rotary": config.effective_rotary_dim}.get(config.positions, config.width)
+    elements_per_position = sum(map(config.rotated_dim, config.ropes))
+    elements_per_position += config.width if config.positions != "none" else 0
     limit = min(_MAX_POSITION_ELEMENTS, max(_SMALL_POSITION_ELEMENTS, stored))
     if config.context * elements_per_position > limit:
         raise CheckpointError(

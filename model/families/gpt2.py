@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from model.config import ModelConfig
+from model.config import LayerKind, ModelConfig
 from model.families.spec import (
     ACTIVATION_NAMES,
     FamilySpec,
@@ -67,6 +67,7 @@ def _read(raw: Raw) -> ModelConfig:
         norm="layernorm",
         norm_bias=True,
         positions="learned",
+        layer_kinds=(LayerKind(),),
         activation=activation(raw.get("activation_function", "gelu_new")),
         gated=False,
         qkv_bias=True,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from functools import partial
 
-from model.config import ConfigError, ModelConfig
+from model.config import ConfigError, LayerKind, ModelConfig
 from model.families.spec import (
     FamilySpec,
     Raw,
@@ -73,12 +73,11 @@ def _read(raw: Raw) -> ModelConfig:
         head_dim=head_dim,
         norm="layernorm",
         norm_bias=True,
-        rotary_dim=None if rotary_dim == head_dim else rotary_dim,
+        layer_kinds=(LayerKind(rope=read_rope(raw, None if rotary_dim == head_dim else rotary_dim)),),
         activation=activation(raw.get("hidden_act", "gelu")),
         gated=False,
         out_bias=sizes["qkv_bias"],
         mlp_bias=True,
-        **read_rope(raw),
     )
 
 

@@ -6,7 +6,7 @@ import re
 from functools import partial
 from typing import Any
 
-from model.config import ConfigError, ModelConfig
+from model.config import ConfigError, LayerKind, ModelConfig, Rope, check_field
 from model.families.spec import (
     ACTIVATION_NAMES,
     FamilySpec,
@@ -48,14 +48,16 @@ _KEYS = {
 }
 
 
-def _read(raw: Raw, *, default_kv_heads: int | None = None, **dialect: Any) -> ModelConfig:
+def _read(raw: Raw, *, default_kv_heads: int | None = None, window: int | None = None, **dialect: Any) -> ModelConfig:
     for section in (raw, rope_parameters(raw)):
         require_values(section, partial_rotary_factor=1.0)
     sizes = read_fields(raw, _KEYS, n_kv_heads=default_kv_heads, head_dim=None, norm_eps=1e-6, tied_head=False)
     sizes["n_kv_heads"] = sizes["n_kv_heads"] or sizes["n_heads"]
     sizes["head_dim"] = sizes["head_dim"] or sizes["width"] // sizes["n_heads"]
+    check_field("window", window, "sliding_window", LayerKind)
+    kinds = (LayerKind(window=window, rope=read_rope(raw)),)
     return ModelConfig(
-        **{**sizes, "activation": activation(raw.get("hidden_act", "silu")), **read_rope(raw), **dialect}
+        **{**sizes, "activation": activation(raw.get("hidden_act", "silu")), "layer_kinds": kinds, **dialect}
     )
 
 
@@ -69,21 +71,21 @@ def _read_llama(raw: Raw) -> ModelConfig:
 
 
 def _read_mistral(raw: Raw) -> ModelConfig:
-    return _read(raw, default_kv_heads=8, sliding_window=raw.get("sliding_window", 4096))
+    return _read(raw, default_kv_heads=8, window=raw.get("sliding_window", 4096))
 
 
 def _read_qwen2(raw: Raw) -> ModelConfig:
-    return _read(raw, default_kv_heads=32, qkv_bias=True, sliding_window=_qwen_window(raw))
+    return _read(raw, default_kv_heads=32, qkv_bias=True, window=_qwen_window(raw))
 
 
 def _read_qwen3(raw: Raw) -> ModelConfig:
     bias = _attention_bias(raw)
     dialect = {"qkv_bias": bias, "out_bias": bias, "head_dim": raw.get("head_dim") or 128}
-    return _read(raw, default_kv_heads=32, qk_norm=True, sliding_window=_qwen_window(raw), **dialect)
+    return _read(raw, default_kv_heads=32, qk_norm=True, window=_qwen_window(raw), **dialect)
 
 
 def _qwen_window(raw: Raw) -> int | None:
-    """Qwen uses the window in layers from max_window_layers on; ModelConfig supports all layers or none."""
+    """Qwen uses the window in layers from max_window_layers on; this one in all layers or none."""
     window: int | None = raw.get("sliding_window", 4096) if raw.get("use_sliding_window", False) else None
     kinds = set(raw.get("layer_types") or ())
     if not kinds:
@@ -101,7 +103,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     return {
         **write_fields(config, _KEYS),
         "hidden_act": ACTIVATION_NAMES[config.activation],
-        **write_rope(config),
+        **write_rope(config.layer_kinds[0].rope or Rope()),
     }
 
 
@@ -110,7 +112,7 @@ def _write_llama(config: ModelConfig) -> dict[str, Any]:
 
 
 def _write_qwen3(config: ModelConfig) -> dict[str, Any]:
-    window = config.sliding_window
+    window = config.layer_kinds[0].window
     kind = "full_attention" if window is None else "sliding_attention"
     sliding = {"use_sliding_window": window is not None, "sliding_window": window, "max_window_layers": 0}
     return {**_write(config), **sliding, "layer_types": [kind] * config.n_layers, "attention_bias": config.out_bias}

@@ -9,7 +9,7 @@ import contextlib
 from dataclasses import MISSING, asdict, fields
 from typing import Any
 
-from model.config import MODEL_TYPES, ConfigError, ModelConfig, RopeScaling, check_model_type
+from model.config import MAX_LAYER_KINDS, MODEL_TYPES, ConfigError, LayerKind, ModelConfig, Rope, check_model_type
 from model.families.gpt2 import GPT2
 from model.families.gpt_neox import GPT_NEOX
 from model.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
@@ -18,18 +18,45 @@ from model.families.spec import FamilySpec, Raw
 _FIELDS = {field.name: field for field in fields(ModelConfig)}
 _METADATA_KEYS = {"architectures", "model_type", "dtype", "torch_dtype", "transformers_version"}
 _METADATA_KEYS |= {"bos_token_id", "eos_token_id", "pad_token_id"}
+_UNIFORM_KEYS = ("rope_theta", "rotary_dim", "rope_scaling", "sliding_window")
 
 
 def _read_native(raw: Raw) -> ModelConfig:
+    raw = _with_layer_kinds(raw)
     if unknown := sorted(raw.keys() - _FIELDS.keys() - _METADATA_KEYS):
         raise ConfigError(f"unknown key {unknown[0]!r}; allowed: {', '.join(sorted(_FIELDS))}")
     required = {name for name, field in _FIELDS.items() if field.default is MISSING}
     if missing := sorted(required - raw.keys()):
         raise ConfigError(f"keys are missing: {', '.join(missing)}")
     values = {name: value for name, value in raw.items() if name in _FIELDS}
-    if scaling := values.get("rope_scaling"):
-        values["rope_scaling"] = RopeScaling(**scaling)
+    if len(values["layer_kinds"]) > MAX_LAYER_KINDS:  # each takes time to check
+        raise ConfigError(
+            f"layer_kinds has {len(values['layer_kinds'])} kinds, at most {MAX_LAYER_KINDS} are supported"
+        )
+    values["layer_kinds"] = tuple(
+        LayerKind(**{**kind, "rope": Rope(**kind["rope"]) if kind.get("rope") else None})
+        for kind in values["layer_kinds"]
+    )
+    values["layer_types"] = tuple(values.get("layer_types", ()))
     return ModelConfig(**values)
+
+
+def _with_layer_kinds(raw: Raw) -> Raw:
+    """Versions up to 0.2 wrote one rope and one window for all layers."""
+    old = {key: raw[key] for key in _UNIFORM_KEYS if key in raw}
+    if "layer_kinds" in raw:
+        if old:
+            raise ConfigError(f"the key {next(iter(old))!r} belongs into layer_kinds")
+        return raw
+    new = {key: value for key, value in raw.items() if key not in old}
+    rope = None
+    if raw.get("positions", "rotary") == "rotary":
+        theta, dim = old.get("rope_theta", 10_000.0), old.get("rotary_dim")
+        rope = {"theta": theta, "dim": dim, **(old.get("rope_scaling") or {})}
+        new["positions"] = "none"
+    elif old.get("rope_scaling") is not None or old.get("rotary_dim") is not None:
+        raise ConfigError(f"rope_scaling and rotary_dim need rotary positions, not {raw['positions']}")
+    return new | {"layer_kinds": [{"window": old.get("sliding_window"), "rope": rope}]}
 
 
 NATIVE = FamilySpec(name="inkstream", architecture="InkstreamDecoder", read=_read_native, write=asdict)

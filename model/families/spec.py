@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from model.config import Activation, ConfigError, ModelConfig, RopeScaling, check_field
+from model.config import Activation, ConfigError, ModelConfig, Rope, check_field
 from model.parameter_shapes import parameter_shapes
 
 Raw = Mapping[str, Any]
@@ -131,18 +131,20 @@ def rope_parameters(raw: Raw) -> Mapping[str, Any]:
     return rope
 
 
-def read_rope(raw: Raw) -> dict[str, Any]:
-    """rope_theta and rope_scaling of a config.json of transformers 4 or 5."""
+def read_rope(raw: Raw, dim: int | None = None) -> Rope:
+    """The rotation of a config.json of transformers 4 or 5. dim: see Rope. Raises ConfigError, KeyError."""
     rope = rope_parameters(raw)
     theta = rope.get("rope_theta") or raw.get("rotary_emb_base") or raw.get("rope_theta") or 10_000.0
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind not in ("default", "linear", "llama3"):
         raise ConfigError(f"rope scaling {kind!r} is not supported; supported: default, linear, llama3")
     if kind == "default":
-        return {"rope_theta": theta, "rope_scaling": None}
+        return Rope(theta=theta, dim=dim)
     if kind == "linear":
-        return {"rope_theta": theta, "rope_scaling": RopeScaling(kind="linear", factor=rope["factor"])}
-    scaling = RopeScaling(
+        return Rope(theta=theta, dim=dim, kind="linear", factor=rope["factor"])
+    return Rope(
+        theta=theta,
+        dim=dim,
         kind="llama3",
         factor=rope["factor"],
         low_freq_factor=rope["low_freq_factor"],
@@ -151,22 +153,20 @@ def read_rope(raw: Raw) -> dict[str, Any]:
         or rope.get("original_max_position_embeddings")
         or raw["max_position_embeddings"],
     )
-    return {"rope_theta": theta, "rope_scaling": scaling}
 
 
-def write_rope(config: ModelConfig) -> dict[str, Any]:
+def write_rope(rope: Rope) -> dict[str, Any]:
     """RoPE keys for transformers 4 and 5."""
-    scaling, kind = config.rope_scaling, config.rope_scaling.kind if config.rope_scaling else "default"
-    rope: dict[str, Any] = {"rope_type": kind}
-    if scaling:
-        rope["factor"] = scaling.factor
-    if scaling and scaling.kind == "llama3":
-        rope["low_freq_factor"], rope["high_freq_factor"] = scaling.low_freq_factor, scaling.high_freq_factor
-        rope["original_max_position_embeddings"] = scaling.original_context
+    keys: dict[str, Any] = {"rope_type": rope.kind}
+    if rope.kind != "default":
+        keys["factor"] = rope.factor
+    if rope.kind == "llama3":
+        keys["low_freq_factor"], keys["high_freq_factor"] = rope.low_freq_factor, rope.high_freq_factor
+        keys["original_max_position_embeddings"] = rope.original_context
     return {
-        "rope_theta": config.rope_theta,
-        "rope_scaling": rope if scaling else None,
-        "rope_parameters": {**rope, "rope_theta": config.rope_theta},
+        "rope_theta": rope.theta,
+        "rope_scaling": None if rope.kind == "default" else keys,
+        "rope_parameters": {**keys, "rope_theta": rope.theta},
     }
 
 

@@ -6,6 +6,7 @@ H / K, C head_dim, B sequences, N tokens of each, S tokens of each source.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -32,13 +33,13 @@ class CrossAttend(Protocol):
 class CausalAttend:
     """Causal attention over concatenated sequences of equal length, by torch's scaled_dot_product_attention."""
 
-    def __init__(self, length: int, window: int | None = None) -> None:
+    def __init__(self, length: int, windows: Sequence[int | None]) -> None:
         self.length = length
         """Tokens of each sequence; T is a multiple of it."""
-        self.window = window
-        """ModelConfig.sliding_window."""
+        self.windows = windows
+        """ModelConfig.windows."""
 
-    def __call__(self, _layer: int, q_THC: Tensor, k_TKC: Tensor, v_TKC: Tensor) -> Tensor:
+    def __call__(self, layer: int, q_THC: Tensor, k_TKC: Tensor, v_TKC: Tensor) -> Tensor:
         group = q_THC.shape[1] // k_TKC.shape[1]
         # On a GPU, only the 16-bit kernel supports grouped queries; the float32 one would be very slow with them.
         shares = group > 1 and v_TKC.dtype != torch.float32
@@ -48,9 +49,9 @@ class CausalAttend:
             x.to(v_TKC.dtype).unflatten(0, (-1, self.length)).transpose(1, 2) for x in (q_THC, k_TKC, v_TKC)
         )
         seen_NN = None
-        if self.window is not None:
+        if (window := self.windows[layer]) is not None:
             positions_N1 = torch.arange(self.length, device=q_THC.device)[:, None]
-            seen_NN = ~masked_positions(positions_N1, self.length, self.window)
+            seen_NN = ~masked_positions(positions_N1, self.length, window)
         out_BHNC = F.scaled_dot_product_attention(
             q_BHNC, k_BKNC, v_BKNC, attn_mask=seen_NN, is_causal=seen_NN is None, enable_gqa=shares
         )

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.config import ModelConfig
+from model.config import ModelConfig, Rope
 from model.nn.attention import Attend, CrossAttend
 from model.nn.layers import (
     ACTIVATIONS,
@@ -29,8 +29,10 @@ from model.nn.layers import (
 )
 from model.positions import rope_table, sinusoid_table
 
-Rope = tuple[Tensor, Tensor]
-"""Cosines and sines [T, 1, effective_rotary_dim / 2] of the step's positions."""
+Rotation = tuple[Tensor, Tensor]
+"""Cosines and sines [T, 1, half of the rotated dimensions] of the step's positions."""
+Rotations = tuple[Rotation | None, ...]
+"""For each of ModelConfig.ropes; then None, for layers without."""
 
 
 class Block(FastModule):
@@ -40,6 +42,8 @@ class Block(FastModule):
         super().__init__()
         self.post_norm = config.norm_position == "post"
         self.parallel = config.parallel_residual
+        rope = config.layers[layer].rope
+        self.rope = config.ropes.index(rope) if rope else -1
         self.norm_attention = make_norm(config)
         self.attention = Attention(config, layer)
         self.norm_cross = make_norm(config) if cross else None
@@ -47,12 +51,13 @@ class Block(FastModule):
         self.norm_mlp = make_norm(config) if config.mlp_width else None
         self.mlp = FeedForward(config) if config.mlp_width else None
 
-    def forward(self, x_TD: Tensor, rope: Rope | None, attend: Attend, cross: CrossAttend | None = None) -> Tensor:
+    def forward(self, x_TD: Tensor, rotations: Rotations, attend: Attend, cross: CrossAttend | None = None) -> Tensor:
+        rotation = rotations[self.rope]
         if self.parallel and self.norm_mlp and self.mlp:
-            attended_TD = self.attention(self.norm_attention(x_TD), rope, attend)
+            attended_TD = self.attention(self.norm_attention(x_TD), rotation, attend)
             added_TD: Tensor = x_TD + attended_TD + self.mlp(self.norm_mlp(x_TD))
             return added_TD
-        x_TD = self._add(x_TD, self.norm_attention, lambda y_TD: self.attention(y_TD, rope, attend))
+        x_TD = self._add(x_TD, self.norm_attention, lambda y_TD: self.attention(y_TD, rotation, attend))
         if self.norm_cross and self.cross:
             attention = self.cross
             x_TD = self._add(x_TD, self.norm_cross, lambda y_TD: attention(y_TD, cross))
@@ -79,16 +84,16 @@ class Attention(FastModule):
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
         self.out = _out_projection(config)
 
-    def forward(self, x_TD: Tensor, rope: Rope | None, attend: Attend) -> Tensor:
+    def forward(self, x_TD: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
         heads_TNC = self.qkv(x_TD).view(len(x_TD), -1, self.head_dim)
         qk_TNC, v_TKC = heads_TNC.tensor_split((self.n_heads + self.n_kv_heads,), dim=1)
-        if rope and not self.q_norm:
-            qk_TNC = rotate(qk_TNC, *rope)
+        if rotation and not self.q_norm:
+            qk_TNC = rotate(qk_TNC, *rotation)
         q_THC, k_TKC = qk_TNC.tensor_split((self.n_heads,), dim=1)
         if self.q_norm and self.k_norm:
             q_THC, k_TKC = self.q_norm(q_THC), self.k_norm(k_TKC)
-            if rope:
-                q_THC, k_TKC = rotate(q_THC, *rope), rotate(k_TKC, *rope)
+            if rotation:
+                q_THC, k_TKC = rotate(q_THC, *rotation), rotate(k_TKC, *rotation)
         if self.q_factor != 1.0:
             q_THC = q_THC * self.q_factor
         attended_TD = attend(self.layer, q_THC, k_TKC, v_TKC).flatten(1)
@@ -158,6 +163,7 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
+        self._n_ropes = len(config.ropes)
         self.embedding = _matrix(config.vocab_size, config.width)
         self.position_embedding = _matrix(config.context, config.width) if config.positions == "learned" else None
         self.encoder_blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_encoder_layers))
@@ -181,11 +187,16 @@ class Decoder(nn.Module):
 
         Computing on the meta device makes torch import its compiler: one second, and 70 MiB permanently.
         """
-        kind = self.config.positions
-        rope_PC = torch.from_numpy(rope_table(self.config)) if kind == "rotary" else None
-        self.register_buffer("rope_PC", rope_PC, persistent=False)
-        sinusoids_PD = torch.from_numpy(sinusoid_table(self.config)) if kind == "sinusoidal" else None
+        for index, rope in enumerate(self.config.ropes):
+            rope_PC = torch.from_numpy(rope_table(self.config, rope))
+            self.register_buffer(f"rope_{index}_PC", rope_PC, persistent=False)
+        is_sinusoidal = self.config.positions == "sinusoidal"
+        sinusoids_PD = torch.from_numpy(sinusoid_table(self.config)) if is_sinusoidal else None
         self.register_buffer("sinusoids_PD", sinusoids_PD, persistent=False)
+
+    def rope_table(self, rope: Rope) -> Tensor:
+        """[context, rotated dimensions] of one of config.ropes: see model/positions.py."""
+        return self.get_buffer(f"rope_{self.config.ropes.index(rope)}_PC")
 
     def forward(
         self, tokens_T: Tensor, positions_T: Tensor, attend: Attend, cross: CrossAttend | None = None
@@ -194,17 +205,17 @@ class Decoder(nn.Module):
 
         cross: attention over the source; required if config.n_encoder_layers is not 0.
         """
-        x_TD, rope = self._embed(tokens_T, positions_T)
+        x_TD, rotations = self._embed(tokens_T, positions_T)
         for block in self.blocks:
-            x_TD = block(x_TD, rope, attend, cross)
+            x_TD = block(x_TD, rotations, attend, cross)
         normed_TD: Tensor = self.norm(x_TD)
         return normed_TD
 
     def encode(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> list[tuple[Tensor, Tensor]]:
         """Cross-attention k, v [T, K, C] of the sources' tokens [T], for each decoder block."""
-        x_TD, rope = self._embed(tokens_T, positions_T)
+        x_TD, rotations = self._embed(tokens_T, positions_T)
         for block in self.encoder_blocks:
-            x_TD = block(x_TD, rope, attend)
+            x_TD = block(x_TD, rotations, attend)
         memory_TD = self.encoder_norm(x_TD)
         return [cross.keys_and_values(memory_TD) for block in self.blocks if (cross := getattr(block, "cross", None))]
 
@@ -235,20 +246,19 @@ class Decoder(nn.Module):
                 parameter.normal_(0.0, deviation, generator=generator)
         return self
 
-    def _embed(self, tokens_T: Tensor, positions_T: Tensor) -> tuple[Tensor, Rope | None]:
+    def _embed(self, tokens_T: Tensor, positions_T: Tensor) -> tuple[Tensor, Rotations]:
         x_TD = F.embedding(tokens_T, self.embedding)
         if self.config.embedding_scale != 1.0:
             x_TD = x_TD * self.config.embedding_scale
-        match self.config.positions:
-            case "rotary":
-                cos_T1F, sin_T1F = self.get_buffer("rope_PC")[positions_T].unsqueeze(1).chunk(2, dim=-1)
-                return x_TD, (cos_T1F, sin_T1F)
-            case "sinusoidal":
-                return x_TD + self.get_buffer("sinusoids_PD")[positions_T].to(x_TD.dtype), None
-            case "learned":
-                assert self.position_embedding is not None
-                return x_TD + F.embedding(positions_T, self.position_embedding), None
-        return x_TD, None
+        if self.position_embedding is not None:
+            x_TD = x_TD + F.embedding(positions_T, self.position_embedding)
+        elif self.config.positions == "sinusoidal":
+            x_TD = x_TD + self.get_buffer("sinusoids_PD")[positions_T].to(x_TD.dtype)
+        return x_TD, (*(self._rotation(index, positions_T) for index in range(self._n_ropes)), None)
+
+    def _rotation(self, index: int, positions_T: Tensor) -> Rotation:
+        cos_T1F, sin_T1F = self.get_buffer(f"rope_{index}_PC")[positions_T].unsqueeze(1).chunk(2, dim=-1)
+        return cos_T1F, sin_T1F
 
 
 def _matrix(rows: int, columns: int) -> nn.Parameter:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from model.config import ConfigError, ModelConfig, RopeScaling
+from model.config import ConfigError, LayerKind, ModelConfig, Rope
 from tests.support.model.tiny_models import tiny_config
 
 NOT_POSITIVE = (0, math.nan, math.inf, 10**400, "1", True)
@@ -20,23 +20,30 @@ WRONG: dict[str, tuple[object, ...]] = {
                     ("surprise", None, 1, ["pre"])),
     **dict.fromkeys([field.name for field in fields(ModelConfig) if field.type == "bool"], (0, 1, "true", None)),
     **dict.fromkeys(("norm_eps", "embedding_scale"), (*NOT_POSITIVE, None)),
-    **dict.fromkeys(("sliding_window", "rotary_dim"), (0, -1, 2.0, "9", True)),
-    "rope_theta": (*NOT_POSITIVE, None, 5e-324, 0.9),
     "logit_soft_cap": NOT_POSITIVE,
-    "rope_scaling": ("linear", 2.0, {}),
+    "layer_kinds": ("full", 2.0, (3,), LayerKind()),
+    "layer_types": (1, (0.5, 0.5), (-1, 0), ("0", "0"), None),
 }  # fmt: skip
-PLAIN = {"norm": "none", "final_norm": False, "positions": "none"}
+PLAIN = {"norm": "none", "final_norm": False, "rope": None}
+LOCAL, GLOBAL = LayerKind(window=8, rope=Rope()), LayerKind()
 RULES: list[tuple[dict[str, Any], str]] = [
     *[({name: value}, f"^{name} cannot be ") for name, values in WRONG.items() for value in values],
     ({"norm": "surprise"}, "one of rmsnorm, layernorm, none"),
-    ({"rotary_dim": 1}, "must be even"),
+    ({"rope": Rope(dim=1)}, "must be even"),
     ({"n_kv_heads": 3}, r"n_heads \(4\) must be a multiple of n_kv_heads \(3\)"),
     ({"n_kv_heads": 8}, "multiple"),
     ({"head_dim": 15}, r"at most head_dim \(15\), not 15"),
-    ({"rotary_dim": 5}, "must be even"),
-    ({"rotary_dim": 18}, r"at most head_dim \(16\), not 18"),
-    ({"positions": "learned", "rotary_dim": 4}, "need rotary positions, not learned"),
-    ({"positions": "none", "rope_scaling": RopeScaling(kind="linear", factor=2.0)}, "need rotary positions, not none"),
+    ({"rope": Rope(dim=5)}, "must be even"),
+    ({"rope": Rope(dim=18)}, r"at most head_dim \(16\), not 18"),
+    ({"layer_kinds": (GLOBAL, LayerKind(rope=Rope(dim=18))), "layer_types": (0, 1)}, "at most head_dim"),
+    ({"layer_kinds": ()}, "must not be empty"),
+    ({"layer_kinds": tuple(LayerKind(window=n) for n in range(1, 66))}, "at most 64 kinds"),
+    ({"layer_kinds": (LOCAL, LOCAL), "layer_types": (0, 1)}, "name a kind twice"),
+    ({"layer_kinds": (LOCAL, GLOBAL)}, "since there are 2 kinds"),
+    ({"layer_kinds": (LOCAL, GLOBAL), "layer_types": (0, 0)}, "use each of the 2 layer_kinds"),
+    ({"layer_kinds": (LOCAL, GLOBAL), "layer_types": (0, 2)}, "use each of the 2 layer_kinds"),
+    ({"layer_kinds": (LOCAL, GLOBAL), "layer_types": (0, 1, 1)}, "one index for each of the 2 layers"),
+    ({"layer_types": (0, 0)}, "empty if there is only one"),
     ({"norm": "none"}, "need a norm, not norm none"),
     ({"norm": "none", "final_norm": False, "norm_position": "post"}, "need a norm, not norm none"),
     ({"norm_bias": True}, "norm_bias needs layernorm, not rmsnorm"),
@@ -47,7 +54,8 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"out_projection": False, "head_dim": 18}, r"4 heads of 18 must add up to the width \(64\)"),
     ({"out_projection": False, "out_bias": True}, "without bias"),
     ({"n_encoder_layers": 1, "parallel_residual": True}, "an encoder supports neither"),
-    ({"n_encoder_layers": 1, "sliding_window": 8}, "an encoder supports neither"),
+    ({"n_encoder_layers": 1, "window": 8}, "an encoder supports neither"),
+    ({"n_encoder_layers": 1, "layer_kinds": (LOCAL, GLOBAL), "layer_types": (0, 1)}, "an encoder supports neither"),
 ]
 
 
@@ -60,12 +68,13 @@ def test_impossible_shapes_are_refused_in_one_sentence(change: dict[str, Any], w
 
 POSSIBLE: list[dict[str, Any]] = [
     {},
-    {"n_kv_heads": 1, "head_dim": 2, "rotary_dim": 2, "sliding_window": 1, "logit_soft_cap": 30, "norm_eps": 1},
-    {"rope_theta": 1},
-    {"positions": "none", "head_dim": 15, "mlp_width": 0, "norm_position": "post", "final_norm": False},
-    {**PLAIN, "out_projection": False, "n_layers": 1, "context": 1, "vocab_size": 1},
-    {"norm": "layernorm", "norm_bias": True, "parallel_residual": True, "rope_scaling": None, "sliding_window": None},
-    {"n_encoder_layers": 2, "norm_position": "post", "rope_scaling": RopeScaling(kind="llama3", factor=2)},
+    {"n_kv_heads": 1, "head_dim": 2, "layer_kinds": (LayerKind(window=1, rope=Rope(theta=1, dim=2)),)},
+    {"logit_soft_cap": 30, "norm_eps": 1},
+    {"layer_kinds": (GLOBAL,), "head_dim": 15, "mlp_width": 0, "norm_position": "post", "final_norm": False},
+    {"positions": "learned", "layer_kinds": (LOCAL, GLOBAL), "layer_types": (1, 0)},
+    {"norm": "none", "final_norm": False, "out_projection": False, "n_layers": 1, "context": 1, "vocab_size": 1},
+    {"norm": "layernorm", "norm_bias": True, "parallel_residual": True, "logit_soft_cap": None},
+    {"n_encoder_layers": 2, "norm_position": "post", "layer_kinds": (LayerKind(rope=Rope(kind="llama3", factor=2)),)},
 ]
 
 
@@ -78,15 +87,30 @@ def test_shapes_at_the_limit_of_a_rule_are_allowed(change: dict[str, Any]) -> No
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"kind": "yarn"}, "kind of the rope scaling cannot be 'yarn'.*one of linear, llama3"),
-        ({"kind": None}, "kind of the rope scaling"),
-        *[({"factor": value}, "^factor of the rope scaling") for value in (*NOT_POSITIVE, None)],
+        ({"kind": "yarn"}, "kind of the rope cannot be 'yarn'.*one of default, linear, llama3"),
+        ({"kind": None}, "kind of the rope"),
+        *[({"factor": value}, "^factor of the rope") for value in (*NOT_POSITIVE, None)],
+        *[({"theta": value}, "^theta of the rope") for value in (*NOT_POSITIVE, None, 5e-324, 0.9)],
+        *[({"dim": value}, "^dim of the rope") for value in (0, -1, 2.0, "9", True)],
         ({"low_freq_factor": 0}, "low_freq_factor"),
         ({"high_freq_factor": "4"}, "high_freq_factor"),
         ({"original_context": -8192}, "original_context"),
         ({"low_freq_factor": 4.0}, "must be below high_freq_factor"),
     ],
 )
-def test_impossible_rope_scalings_are_refused(change: dict[str, Any], words: str) -> None:
+def test_impossible_ropes_are_refused(change: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        RopeScaling(**{"kind": "llama3", "factor": 8.0, **change})
+        Rope(**{"kind": "llama3", "factor": 8.0, **change})
+
+
+@pytest.mark.parametrize("change", [*({"window": value} for value in (0, -1, 2.0, "9", True)), {"rope": 3}])
+def test_impossible_layer_kinds_are_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"^{next(iter(change))} of a layer kind cannot be "):
+        LayerKind(**change)
+
+
+def test_layers_have_the_kinds_that_layer_types_says() -> None:
+    config = tiny_config(n_layers=3, layer_kinds=(LOCAL, GLOBAL), layer_types=(1, 0, 1))
+    assert config.layers == (GLOBAL, LOCAL, GLOBAL) and config.windows == (None, 8, None)
+    assert config.ropes == (Rope(),) and [config.rotated_dim(kind.rope) for kind in config.layers] == [0, 16, 0]
+    assert tiny_config(window=8, n_layers=3).layers == (LOCAL,) * 3

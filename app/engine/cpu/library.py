@@ -96,11 +96,12 @@ class Operation(Structure):
     """Mirrors InkOperation."""
 
     _fields_ = (
-        *((name, c_int32) for name in ("kind", "source", "target", "flag", "layer", "columns", "gated")),
-        ("eps", c_float),
+        *((name, c_int32) for name in ("kind", "source", "target", "flag", "layer", "columns")),
+        *((name, c_int32) for name in ("gated", "window", "rotary_half")),
+        *((name, c_float) for name in ("eps", "attention_scale")),
+        ("unused", c_int32),
         ("matrix", POINTER(Matrix)),
-        ("weight", c_void_p),
-        ("bias", c_void_p),
+        *((name, c_void_p) for name in ("weight", "bias", "rope_table")),
     )
 
 
@@ -108,13 +109,10 @@ class Shape(Structure):
     """Mirrors InkShape."""
 
     _fields_ = (
-        *((name, c_int32) for name in ("is_bf16", "n_registers", "query_heads", "kv_heads", "head_width", "window")),
-        *(
-            (name, c_int32)
-            for name in ("rotary_half", "width", "n_operations", "n_blocks", "final_norm", "padded_head")
-        ),
-        *((name, c_float) for name in ("attention_scale", "embedding_scale", "soft_cap", "eps")),
-        *((name, c_void_p) for name in ("rope_table", "position_embeddings")),
+        *((name, c_int32) for name in ("is_bf16", "n_registers", "query_heads", "kv_heads", "head_width", "width")),
+        *((name, c_int32) for name in ("n_operations", "n_blocks", "final_norm", "padded_head")),
+        *((name, c_float) for name in ("embedding_scale", "soft_cap", "eps")),
+        ("position_embeddings", c_void_p),
         *((name, POINTER(Matrix)) for name in ("embedding", "head")),
         *((name, c_void_p) for name in ("final_weight", "final_bias", "cache", "register_columns", "operations")),
     )

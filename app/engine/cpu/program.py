@@ -61,6 +61,7 @@ class Program:
         """All that depends on the weights; tables of positions are elsewhere."""
         self._keepalive: list[Any] = []
         self._operations: list[Operation] = []
+        self._rope_tables = {rope: self._kept(rope_table(config, rope)) for rope in config.ropes}
         self.embedding = self._matrix("embedding", "head_bias" if config.tied_head else "")
         self.head = self.embedding if config.tied_head else self._matrix("untied_head", "head_bias")
         for operation in decoder_program(config):
@@ -102,17 +103,13 @@ class Program:
             query_heads=c.n_heads,
             kv_heads=c.n_kv_heads,
             head_width=c.head_dim,
-            window=c.sliding_window or 0,
-            rotary_half=c.effective_rotary_dim // 2 if c.positions == "rotary" else 0,
             width=c.width,
             n_operations=len(operations),
             final_norm=_NORMS[c.norm] if c.final_norm else 0,
             padded_head=padded_head_dim(c),
-            attention_scale=(c.head_dim if c.attention_scale == "head_dim" else c.width) ** -0.5,
             embedding_scale=c.embedding_scale,
             soft_cap=c.logit_soft_cap or 0.0,
             eps=c.norm_eps,
-            rope_table=self._kept(rope_table(c)) if c.positions == "rotary" else 0,
             position_embeddings=self._kept(sinusoid_table(c))
             if c.positions == "sinusoidal"
             else self._vector("position_embedding"),
@@ -152,8 +149,15 @@ class Program:
             case Kind.ROPE_CACHE:
                 norms = (self._vector(f"{module}.{name}.weight") for name in ("q_norm", "k_norm"))
                 fields = {"layer": layer} | dict(zip(("weight", "bias"), norms, strict=True))
+                if rope := self.config.layers[layer].rope:
+                    fields |= {
+                        "rotary_half": self.config.rotated_dim(rope) // 2,
+                        "rope_table": self._rope_tables[rope],
+                    }
             case Kind.ATTENTION:
-                fields = {"layer": layer}
+                scaled_by = self.config.head_dim if self.config.attention_scale == "head_dim" else self.config.width
+                window = self.config.layers[layer].window
+                fields = {"layer": layer, "window": window or 0, "attention_scale": scaled_by**-0.5}
             case Kind.ADD:
                 fields = {"columns": self.config.width}
         eps = self.config.norm_eps if kind in (Kind.NORM, Kind.ROPE_CACHE) else 0.0

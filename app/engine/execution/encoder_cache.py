@@ -75,7 +75,7 @@ class EncoderCache:
             batch=len(chunks),
             length=chunks[0].stop - chunks[0].start,
             block_rows_X=self._cache.block_rows(torch.tensor(table, device=device)),
-            hidden_B1NL=as_addend(hidden_B11L),
+            hidden_B1NL={None: as_addend(hidden_B11L)},
         )
 
     def _blocks(self, slot: int) -> list[int]:

@@ -14,7 +14,7 @@ length of the sum (float32 from 256 keys on, bfloat16 from 576 on).
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
@@ -46,6 +46,7 @@ class KVCache:
     def __init__(self, decoder: Decoder, *, blocks: int, block_size: int) -> None:
         """Allocates the cache in the number format and on the device of the decoder's embedding."""
         self.config = config = decoder.config
+        self.windows = config.windows
         self.block_size = block_size
         self.padding_block = blocks
         shape = (config.n_layers, 2, blocks + 1, config.n_kv_heads, block_size, config.head_dim)
@@ -89,8 +90,8 @@ class RowGroup:
     batch: int
     length: int
     block_rows_X: Tensor
-    hidden_B1NL: Tensor
-    """0 where a query token may attend, -inf where it may not; N may be 1 if all tokens attend alike."""
+    hidden_B1NL: Mapping[int | None, Tensor]
+    """For each window: 0 where a query token may attend, -inf where it may not; N may be 1 if all attend alike."""
 
 
 class _PagedAttend:
@@ -106,16 +107,18 @@ class _PagedAttend:
 
     def __call__(self, layer: int, q_THC: Tensor, k_TKC: Tensor, v_TKC: Tensor) -> Tensor:
         self.cache.write(layer, k_TKC, v_TKC, self._slots_X)
-        return attend_groups(self.cache, layer, self._groups, q_THC)
+        return attend_groups(self.cache, layer, self._groups, q_THC, self.cache.windows[layer])
 
 
-def attend_groups(cache: KVCache, layer: int, groups: Items[RowGroup], q_THC: Tensor) -> Tensor:
+def attend_groups(
+    cache: KVCache, layer: int, groups: Items[RowGroup], q_THC: Tensor, window: int | None = None
+) -> Tensor:
     """[T, H, C]: softmax(q k^T / sqrt(C)) v of each group's tokens over its blocks; zeros after the last group."""
     q_TKGC = (q_THC * q_THC.shape[-1] ** -0.5).unflatten(1, (cache.config.n_kv_heads, -1))
     parts, start = [], 0
     for group in groups:
         stop = start + group.batch * group.length
-        parts.append(_attend(cache, layer, group, q_TKGC[start:stop]))
+        parts.append(_attend(cache, layer, group, group.hidden_B1NL[window], q_TKGC[start:stop]))
         start = stop
     if start < len(q_THC):
         parts.append(q_THC.new_zeros(len(q_THC) - start, *q_THC.shape[1:]))
@@ -139,7 +142,7 @@ def _group_chunks(chunks: Items[Chunk]) -> list[list[Chunk]]:
     return [*decodes.values(), *singles]
 
 
-def _attend(cache: KVCache, layer: int, group: RowGroup, q_TKGC: Tensor) -> Tensor:
+def _attend(cache: KVCache, layer: int, group: RowGroup, hidden_B1NL: Tensor, q_TKGC: Tensor) -> Tensor:
     """[batch * length, H, C]."""
     batch, length = group.batch, group.length
     n_kv, n_group, head_dim = q_TKGC.shape[1:]
@@ -148,7 +151,7 @@ def _attend(cache: KVCache, layer: int, group: RowGroup, q_TKGC: Tensor) -> Tens
     q_XRC = F.pad(q_XRC, (0, 0, 0, n_rows - q_XRC.shape[1]))
     k_XLC = cache.gather(layer, 0, group.block_rows_X, batch)
     scores_XRL = torch.bmm(q_XRC, k_XLC.transpose(1, 2))[:, : length * n_group]
-    scores_BKNGL = scores_XRL.view(batch, n_kv, length, n_group, -1) + group.hidden_B1NL.unsqueeze(3)
+    scores_BKNGL = scores_XRL.view(batch, n_kv, length, n_group, -1) + hidden_B1NL.unsqueeze(3)
     weights_XRL = scores_BKNGL.softmax(-1).to(q_XRC.dtype).view(batch * n_kv, length * n_group, -1)
     weights_XRL = F.pad(weights_XRL, (0, 0, 0, n_rows - length * n_group))
     v_XLC = cache.gather(layer, 1, group.block_rows_X, batch)
@@ -164,12 +167,12 @@ def _row_group(cache: KVCache, chunks: Items[Chunk]) -> RowGroup:
     table = [_padded(chunk.sequence.blocks, per_row, cache.padding_block) for chunk in chunks]
     starts_B11 = torch.tensor([chunk.start for chunk in chunks], device=device)[:, None, None]
     positions_BN1 = starts_B11 + torch.arange(length, device=device)[None, :, None]
-    hidden_BNL = masked_positions(positions_BN1, kv_length, cache.config.sliding_window)
+    hidden_BNL = {window: masked_positions(positions_BN1, kv_length, window) for window in set(cache.windows)}
     return RowGroup(
         batch=len(chunks),
         length=length,
         block_rows_X=cache.block_rows(torch.tensor(table, device=device)),
-        hidden_B1NL=as_addend(hidden_BNL.unsqueeze(1)),
+        hidden_B1NL={window: as_addend(hidden.unsqueeze(1)) for window, hidden in hidden_BNL.items()},
     )
 
 

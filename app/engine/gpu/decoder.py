@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from app.engine.gpu.kernels.interface import AttentionBatch, HeadsSpec, Kernels, NormSpec, RowLookup
 from app.engine.gpu.linears import padded_lm_head
-from model.nn.decoder_program import Kind, Register, decoder_program
+from model.nn.decoder_program import BlockOperation, Kind, Register, decoder_program
 from model.nn.layers import LayerNorm, RMSNorm, cache_attributes
 from model.nn.transformer import Decoder
 
@@ -30,11 +30,11 @@ class PagedDecoder:
         self.embedding = decoder.embedding
         """Never quantized; it defines device and number format of a step."""
         self._positions_PD = decoder.position_embedding
-        self._rope_PC: Tensor | None = decoder._buffers["rope_PC"]
         self._sinusoids_PD: Tensor | None = decoder._buffers["sinusoids_PD"]
+        self._windows = tuple(dict.fromkeys(decoder.config.windows))
         modules = {**dict(decoder.named_modules()), "": None}  # which calls the decoder itself ""
         self._operations = [
-            (operation, module, self._spec(operation.kind, module))
+            (operation, module, self._spec(operation, module, decoder))
             for operation in decoder_program(decoder.config)
             for module in [modules[operation.module]]
         ]
@@ -44,8 +44,8 @@ class PagedDecoder:
         """Writes hidden states after the final norm to `out_TD`, and keys and values to the cache."""
         kernels, config, stream = self._kernels, self.config, Register.RESIDUAL
         positions_T, slots_T = lookup.positions_T, lookup.slots_T
-        heads = (config.n_heads, config.n_kv_heads, config.head_dim, config.sliding_window)
-        batch = kernels.divide_attention(batch, *heads)
+        heads = (config.n_heads, config.n_kv_heads, config.head_dim)
+        batches = {window: kernels.divide_attention(batch, *heads, window) for window in self._windows}
         values = {stream: self._embed(lookup.tokens_T, positions_T)}
         delta_TD: Tensor | None = None  # the next norm adds it to the residual stream
         for (kind, source, target, _, layer), module, spec in self._operations:
@@ -54,10 +54,12 @@ class PagedDecoder:
                     values[stream], values[target] = kernels.add_norm(values[stream], delta_TD, spec)
                     delta_TD = None
                 case Kind.ROPE_CACHE:
-                    layer_cache, qkv_TX = cache[layer], values.pop(source)
-                    values[target] = kernels.split_heads(qkv_TX, spec, positions_T, self._rope_PC, layer_cache, slots_T)
+                    (heads_spec, rope_PC), qkv_TX = spec, values.pop(source)
+                    values[target] = kernels.split_heads(
+                        qkv_TX, heads_spec, positions_T, rope_PC, cache[layer], slots_T
+                    )
                 case Kind.ATTENTION:
-                    values[target] = kernels.attention(values.pop(source), cache[layer], batch, spec).flatten(1)
+                    values[target] = kernels.attention(values.pop(source), cache[layer], batches[spec], spec).flatten(1)
                 case Kind.LINEAR | Kind.ADD:
                     out_TX = module(values.pop(source)) if module else values.pop(source)
                     if target == Register.HIDDEN:
@@ -70,25 +72,26 @@ class PagedDecoder:
                     delta_TD = out_TX
         kernels.add_norm(values[stream], delta_TD, self._norm, out_TD)
 
-    def _spec(self, kind: Kind, module: Any) -> Any:
+    def _spec(self, operation: BlockOperation, module: Any, decoder: Decoder) -> Any:
         """The specification for the kernel of an operation."""
-        config = self.config
-        match kind:
+        config, layer = self.config, self.config.layers[operation.layer]
+        match operation.kind:
             case Kind.NORM:
                 return _norm_spec(module)
             case Kind.ATTENTION:
-                return config.sliding_window
+                return layer.window
             case Kind.ROPE_CACHE:
-                return HeadsSpec(
+                spec = HeadsSpec(
                     n_heads=config.n_heads,
                     n_kv_heads=config.n_kv_heads,
                     head_dim=config.head_dim,
-                    turned_dim=config.effective_rotary_dim,
+                    turned_dim=config.rotated_dim(layer.rope),
                     q_norm=module.q_norm.weight if module.q_norm else None,
                     k_norm=module.k_norm.weight if module.k_norm else None,
                     eps=config.norm_eps,
                     q_factor=module.q_factor,
                 )
+                return spec, decoder.rope_table(layer.rope) if layer.rope else None
 
     def _embed(self, tokens_T: Tensor, positions_T: Tensor) -> Tensor:
         x_TD = F.embedding(tokens_T, self.embedding)

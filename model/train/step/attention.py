@@ -10,6 +10,7 @@ R = N G rows of queries (grouped by token), Y rows of a tile, X keys of a tile.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,16 +26,20 @@ _TILE = 128
 class TrainingAttend:
     """Causal attention over concatenated sequences of equal length, with a handwritten backward."""
 
-    def __init__(self, length: int, window: int | None = None) -> None:
+    def __init__(self, length: int, windows: Sequence[int | None]) -> None:
+        """windows: ModelConfig.windows."""
         self.length = length
         """Tokens of each sequence; T is a multiple of it."""
-        self.tiles = [_tile(start, length, window) for start in range(0, length, _TILE)]
+        starts = range(0, length, _TILE)
+        tiles = {window: [_tile(start, length, window) for start in starts] for window in set(windows)}
+        self.tiles = [tiles[window] for window in windows]
+        """Of each layer."""
 
-    def __call__(self, _layer: int, q_THC: Tensor, k_TKC: Tensor, v_TKC: Tensor) -> Tensor:
+    def __call__(self, layer: int, q_THC: Tensor, k_TKC: Tensor, v_TKC: Tensor) -> Tensor:
         n_kv_heads, group = k_TKC.shape[1], q_THC.shape[1] // k_TKC.shape[1]
         q_MRC = _by_kv_head(q_THC.unflatten(1, (n_kv_heads, group)), self.length).flatten(1, 2)
         k_MNC, v_MNC = (_by_kv_head(x_TKC, self.length) for x_TKC in (k_TKC, v_TKC))
-        out_MRC: Tensor = _Attention.apply(q_MRC, k_MNC, v_MNC, self.tiles)  # type: ignore[no-untyped-call]
+        out_MRC: Tensor = _Attention.apply(q_MRC, k_MNC, v_MNC, self.tiles[layer])  # type: ignore[no-untyped-call]
         out_BKNGC = out_MRC.unflatten(1, (-1, group)).unflatten(0, (-1, n_kv_heads))
         out_BNKGC: Tensor = out_BKNGC.transpose(1, 2)
         return out_BNKGC.reshape(q_THC.shape)

@@ -187,10 +187,10 @@ class Objective:
             self._compiled = None
             return self._plain(batch, targets_T)
 
-    def _hidden(self, batch: Batch, attend_for: Callable[[int, int | None], Attend]) -> Tensor:
+    def _hidden(self, batch: Batch, attend_for: Callable[[int, Sequence[int | None]], Attend]) -> Tensor:
         """Hidden states [T, D] of a batch that is on the device."""
         inputs_RN, sources, cross = batch.inputs_RN, batch.sources, None
-        attend = attend_for(inputs_RN.shape[1], self.decoder.config.sliding_window)
+        attend = attend_for(inputs_RN.shape[1], self.decoder.config.windows)
         positions_T = torch.arange(inputs_RN.shape[1], device=self.device).repeat(len(inputs_RN))
         with self._autocast():
             if sources:

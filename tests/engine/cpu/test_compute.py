@@ -27,7 +27,7 @@ from app.engine.quantization.quantized_weights import quantize, round_weights
 from app.engine.sampling.parameters import SamplingInput
 from model.checkpoint.checkpoint import load
 from model.checkpoint.stored_weights import find_weights
-from model.config import Activation
+from model.config import Activation, LayerKind, Rope
 from model.files import CheckpointError
 from model.nn.attention import CausalAttend
 from model.nn.transformer import Decoder
@@ -39,12 +39,21 @@ LENGTH = 70
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {},
     "gpt2": GPT2,
-    "gpt_neox": {**GPT2, "positions": "rotary", "rotary_dim": 4, "parallel_residual": True, "activation": "gelu"},
+    "gpt_neox": {**GPT2, "positions": "none", "rope": Rope(dim=4), "parallel_residual": True, "activation": "gelu"},
     "qwen3": {"qk_norm": True, "head_dim": 32},
     "wide heads": {"head_dim": 128, "width": 256, "n_heads": 3, "n_kv_heads": 1},
     "odd sizes": {"head_dim": 20, "width": 50, "mlp_width": 33, "n_heads": 6, "vocab_size": 99},
     "post-norm": {"norm": "layernorm", "norm_position": "post", "final_norm": False, "activation": "relu"},
-    "window and cap": {"sliding_window": 20, "logit_soft_cap": 5.0, "tied_head": False, "head_bias": True},
+    "window and cap": {"window": 20, "logit_soft_cap": 5.0, "tied_head": False, "head_bias": True},
+    "layers of several kinds": {
+        "n_layers": 4,
+        "layer_kinds": (
+            LayerKind(window=20, rope=Rope()),
+            LayerKind(),
+            LayerKind(window=7, rope=Rope(theta=50, dim=6)),
+        ),
+        "layer_types": (0, 1, 2, 0),
+    },
     **{name: {"activation": name} for name in get_args(Activation)},
 }
 
@@ -71,7 +80,7 @@ def _logits(compute: NativeCompute, sequence: Sequence) -> Tensor:
 def _expected(decoder: Decoder, sequence: Sequence) -> Tensor:
     """The same logits computed by torch."""
     tokens_T = torch.tensor(sequence.tokens)
-    attend = CausalAttend(len(tokens_T), decoder.config.sliding_window)
+    attend = CausalAttend(len(tokens_T), decoder.config.windows)
     with torch.inference_mode():
         return decoder.head(decoder(tokens_T, torch.arange(len(tokens_T)), attend)).float()
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from app.common.types import Request, SamplingParams
-from model.config import Activation, ConfigError, ModelConfig, RopeScaling
+from model.config import Activation, ConfigError, LayerKind, ModelConfig, Rope
 from model.nn.layers import ACTIVATIONS
 from model.nn.reference import generate
 from tests.support.engine.parity import expect_parity
@@ -19,10 +19,10 @@ from tests.support.model.tiny_models import round_weights_for, run_all, tiny_con
 
 DTYPES = [torch.float32, torch.bfloat16]
 SEEDS = range(3 * len(get_args(Activation)))
-SCALINGS = [
-    None,
-    RopeScaling(kind="linear", factor=2.5),
-    RopeScaling(kind="llama3", factor=8.0, original_context=64),
+SCALINGS: list[dict[str, Any]] = [
+    {},
+    {"kind": "linear", "factor": 2.5},
+    {"kind": "llama3", "factor": 8.0, "original_context": 64},
 ]
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread", "way")]
 one_way = pytest.mark.parametrize("way", ["torch"], indirect=True)
@@ -35,8 +35,10 @@ def _config(seed: int) -> ModelConfig:
     rng = random.Random(seed)
     for _ in count():
         head_dim, kv_heads = (2, 12, 20, 24, 64)[seed % 5], rng.choice([1, 2, 3])
-        positions = ("rotary", "learned", "sinusoidal", "none")[seed % 4]
-        rotary = {"rotary_dim": rng.choice([None, 2]), "rope_scaling": SCALINGS[seed // 4 % 3]}
+        ropes = [Rope(dim=rng.choice([None, 2]), **SCALINGS[seed // 4 % 3]), None, Rope(theta=50.0, dim=2)]
+        rng.shuffle(ropes)
+        windows = rng.choice([(None,), (40,), (9, None), (40, 9), (9, 9)])
+        kinds = tuple(dict.fromkeys(LayerKind(window=w, rope=r) for w, r in zip(windows, ropes, strict=False)))
         heads = kv_heads * rng.choice([1, 2, 3, 4])
         changes: dict[str, Any] = {
             "vocab_size": rng.choice([99, 320]),
@@ -46,16 +48,16 @@ def _config(seed: int) -> ModelConfig:
             "width": rng.choice([33, 50, 96]) if seed % 3 else heads * head_dim,
             "out_projection": seed % 3 > 0,
             "mlp_width": rng.choice([0, 33, 70, 256]),
-            "n_layers": rng.choice([1, 2]),
+            "n_layers": rng.choice([1, 2]) if len(kinds) == 1 else 2,
+            "layer_kinds": kinds,
+            "layer_types": tuple(range(len(kinds))) if len(kinds) > 1 else (),
             "norm": ("rmsnorm", "layernorm", "none")[seed // 2 % 3],
             "norm_position": rng.choice(["pre", "post"]),
-            "positions": positions,
+            "positions": ("none", "learned", "sinusoidal", "none")[seed % 4],
             "activation": get_args(Activation)[seed // 3 % len(get_args(Activation))],
-            "sliding_window": rng.choice([None, 9, 40]),
             "attention_scale": rng.choice(["head_dim", "width"]),
             "embedding_scale": rng.choice([1.0, 3.3]),
             "logit_soft_cap": rng.choice([None, 5.0]),
-            **(rotary if positions == "rotary" else {}),
         }
         switches = ("norm_bias", "final_norm", "gated", "qkv_bias", "out_bias", "mlp_bias", "head_bias", "tied_head")
         switches += ("qk_norm", "parallel_residual")
@@ -107,13 +109,17 @@ def test_random_decoders_cover_both_values_of_every_switch() -> None:
     counts = {name: len({getattr(config, name) for config in configs}) for name in names}
     assert counts == dict.fromkeys(names, 2) | {
         "norm": 3,
-        "positions": 4,
+        "positions": 3,
         "activation": len(get_args(Activation)),
         "head_dim": 5,
     }
-    for name in ("sliding_window", "logit_soft_cap", "rotary_dim"):
-        assert {getattr(config, name) is None for config in configs} == {True, False}, name
-    assert {config.rope_scaling for config in configs} == set(SCALINGS)
+    assert {config.logit_soft_cap is None for config in configs} == {True, False}
+    kinds = [kind for config in configs for kind in config.layer_kinds]
+    assert {kind.window for kind in kinds} == {None, 9, 40}
+    assert {rope.kind for kind in kinds if (rope := kind.rope)} == {"default", "linear", "llama3"}
+    assert {kind.rope and kind.rope.dim for kind in kinds} == {None, 2}
+    assert {len(config.layer_kinds) for config in configs} == {1, 2}
+    assert any(len(config.ropes) == 2 for config in configs), "layers with different ropes"
     assert {config.mlp_width == 0 for config in configs} == {True, False}
 
 

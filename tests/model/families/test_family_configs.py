@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any, get_args
 
 import pytest
 import torch
 
-from model.config import MODEL_TYPES, Activation, ConfigError, ModelConfig, RopeScaling
+from model.config import MODEL_TYPES, Activation, ConfigError, LayerKind, ModelConfig, Rope
 from model.families.registry import family_of, read_config, write_config
 from model.families.spec import ACTIVATION_NAMES
 from model.nn.transformer import Decoder
@@ -142,7 +143,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gpt2", {"add_cross_attention": True}, "add_cross_attention"),
     ("gpt2", {"n_head": 5}, r"n_embd \(48\) must be a multiple of n_head \(5\)"),
     ("gpt_neox", {"num_attention_heads": 5}, "hidden_size.*multiple of num_attention_heads"),
-    ("gpt_neox", {"rotary_pct": 0.2}, "rotary_dim must be even"),
+    ("gpt_neox", {"rotary_pct": 0.2}, "its dim must be even"),
     ("gpt_neox", {"rotary_pct": [1]}, r"rotary_pct .* cannot be \[1\]: it must be a number from 0 to 1"),
     ("gpt_neox", {"rotary_pct": "1"}, "rotary_pct .* must be a number"),
     ("gpt_neox", {"rope_parameters": {"partial_rotary_factor": 2}}, "partial_rotary_factor.* cannot be 2"),
@@ -195,13 +196,14 @@ def test_other_architectures_are_refused_by_name_with_the_list(name: object) -> 
     assert {*FAMILIES, "inkstream"} == set(MODEL_TYPES)
 
 
-SCALING = RopeScaling(kind="llama3", factor=4.0, original_context=64)
+SCALED = Rope(theta=500, dim=6, kind="llama3", factor=4.0, original_context=64)
 OWN: list[dict[str, Any]] = [
     {"norm_position": "post"},
     {"positions": "sinusoidal"},
     {"logit_soft_cap": 30.0},
-    {"qk_norm": True, "sliding_window": 9, "rope_scaling": SCALING, "embedding_scale": 8.0},
-    {"qkv_bias": True, "out_bias": True, "sliding_window": 5},
+    {"qk_norm": True, "window": 9, "rope": SCALED, "embedding_scale": 8.0},
+    {"qkv_bias": True, "out_bias": True, "window": 5},
+    {"layer_kinds": (LayerKind(window=9, rope=Rope()), LayerKind()), "layer_types": (0, 1)},
     {"norm": "layernorm", "norm_bias": True, "gated": False, "parallel_residual": True, "n_kv_heads": 4},
     {"n_encoder_layers": 1},
 ]
@@ -218,7 +220,47 @@ def test_our_own_layout_refuses_unknown_keys() -> None:
     raw = write_config(tiny_config(positions="sinusoidal"), "float32", None)
     with pytest.raises(ConfigError, match="unknown key 'surprise'"):
         read_config(raw | {"surprise": 1})
-    with pytest.raises(ConfigError, match="rope_scaling"):
+    with pytest.raises(ConfigError, match="'rope_scaling' belongs into layer_kinds"):
         read_config(raw | {"rope_scaling": {"kind": "linear", "factor": 2.0}})
-    with pytest.raises(ConfigError, match="wrong type"):
-        read_config(raw | {"rope_scaling": {"stretch": 2.0}})
+    for kinds in ([{"stretch": 2.0}], [{"rope": {"stretch": 2.0}}], [3], 3, {"window": 3}, [{"rope": [1]}], None):
+        with pytest.raises(ConfigError, match="wrong type"):
+            read_config(raw | {"layer_kinds": kinds})
+    with pytest.raises(ConfigError, match="100000 kinds, at most 64 are supported"):  # not after checking each
+        read_config(raw | {"layer_kinds": [{"surprise": 1}] * 100_000})
+
+
+UNIFORM: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {}),
+    ({"positions": "rotary"}, {}),
+    ({"positions": "rotary", "rope_theta": 500.0, "rotary_dim": 6}, {"rope": Rope(theta=500.0, dim=6)}),
+    ({"sliding_window": 9, "rope_scaling": None}, {"window": 9}),
+    (
+        {"rope_scaling": {"kind": "llama3", "factor": 4.0, "original_context": 64}, "rope_theta": 500, "rotary_dim": 6},
+        {"rope": SCALED},
+    ),
+    ({"positions": "learned", "rope_theta": 10_000.0, "sliding_window": 5}, {"positions": "learned", "window": 5}),
+    ({"positions": "none"}, {"rope": None}),
+]
+
+
+@pytest.mark.parametrize(("old", "change"), UNIFORM)
+def test_our_own_layout_of_version_0_2_is_read(old: dict[str, Any], change: dict[str, Any]) -> None:
+    expected = tiny_config(norm_position="post", **change)
+    raw = {k: v for k, v in asdict(expected).items() if k not in ("layer_kinds", "layer_types", "positions")}
+    assert read_config({"model_type": "inkstream", **raw, **old})[1] == expected
+
+
+@pytest.mark.parametrize(
+    ("old", "words"),
+    [
+        ({"positions": "learned", "rotary_dim": 4}, "need rotary positions, not learned"),
+        ({"positions": "none", "rope_scaling": {"kind": "linear", "factor": 2.0}}, "need rotary positions, not none"),
+        ({"rope_scaling": {"stretch": 2.0}}, "wrong type"),
+        ({"rope_scaling": {"kind": "yarn", "factor": 2.0}}, "kind of the rope cannot be 'yarn'"),
+        ({"sliding_window": 0}, "window of a layer kind cannot be 0"),
+    ],
+)
+def test_impossible_layouts_of_version_0_2_are_refused(old: dict[str, Any], words: str) -> None:
+    raw = {k: v for k, v in asdict(tiny_config()).items() if k not in ("layer_kinds", "layer_types", "positions")}
+    with pytest.raises(ConfigError, match=words):
+        read_config({"model_type": "inkstream", **raw, **old})

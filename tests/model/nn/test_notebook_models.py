@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.config import ModelConfig
+from model.config import LayerKind, ModelConfig
 from model.nn import attention
 from model.nn.attention import CausalAttend, EncoderAttend, MemoryAttend
 from model.nn.transformer import Block, Decoder
@@ -149,7 +149,7 @@ def random_tokens(config: ModelConfig, batch: int, length: int) -> Tensor:
 def outputs(decoder: Decoder, tokens_BN: Tensor, cross: MemoryAttend | None = None) -> Tensor:
     """Logits [B, N, V]."""
     batch, length = tokens_BN.shape
-    attend = CausalAttend(length, decoder.config.sliding_window)
+    attend = CausalAttend(length, decoder.config.windows)
     hidden_TD = decoder(tokens_BN.flatten(), torch.arange(length).repeat(batch), attend, cross)
     return decoder.head(hidden_TD).unflatten(0, (batch, length))
 
@@ -181,11 +181,10 @@ def test_every_architecture_change_is_detected(name: str, switches: dict[str, An
 @pytest.mark.parametrize("name", ["textbook", "standalone", "toy"])
 def test_causal_mask_shifted_by_one_is_detected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     right = attention.masked_positions
-    assert (
-        distance(name, 6, sliding_window=6) < TOLERANCE
-    )  # a window over all positions: uses a mask instead of is_causal
+    whole = (LayerKind(window=6),)  # uses a mask instead of is_causal
+    assert distance(name, 6, layer_kinds=whole) < TOLERANCE
     monkeypatch.setattr(attention, "masked_positions", lambda positions, *rest: right(positions + 1, *rest))
-    assert distance(name, 6, sliding_window=6) > NOTICED
+    assert distance(name, 6, layer_kinds=whole) > NOTICED
 
 
 @pytest.fixture(scope="module")
@@ -227,7 +226,7 @@ def test_attention_of_whole_sequences_equals_the_formula(
     expected = torch.cat(
         [formula(*(x[part].float() for x in (q, k, v)), window) for part in (slice(length), slice(length, None))]
     )
-    found = CausalAttend(length, window)(0, q, k, v)
+    found = CausalAttend(length, [window])(0, q, k, v)
     torch.testing.assert_close(found.float(), expected, rtol=close, atol=close)
 
 

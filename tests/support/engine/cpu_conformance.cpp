@@ -62,13 +62,17 @@ class Model {
             add({.kind = kLinear, .in = kHidden, .out = kResidual, .matrix = matrix(kWidth, kMlp, 0, is_gpt)});
             if (variant == 2) add({.kind = kAdd, .in = kParallelNormed, .out = kResidual, .columns = kWidth});
         }
+        const float* rope_table = floats(kContext * 16);
+        for (InkOperation& operation : operations_) {
+            if (operation.kind == kRopeCache) operation.rotary_half = variant == 1 ? 0 : 8, operation.rope_table = rope_table;
+            if (operation.kind == kAttention) operation.window = is_gpt ? 0 : 24, operation.attention_scale = 0.22f;
+        }
         cache_.resize(size_t(kLayers) * 2 * kCacheBlocks * kKvHeads * kBlock * kPaddedHead * (is_bf16 ? 2 : 4));
         InkShape shape = {.is_bf16 = is_bf16, .n_registers = 6, .query_heads = kHeads, .kv_heads = kKvHeads,
-                          .head_width = kHeadWidth, .window = is_gpt ? 0 : 24, .rotary_half = variant == 1 ? 0 : 8,
-                          .width = kWidth, .n_operations = int(operations_.size()), .n_blocks = kCacheBlocks,
-                          .final_norm = kRms, .padded_head = kPaddedHead, .attention_scale = 0.22f,
+                          .head_width = kHeadWidth, .width = kWidth, .n_operations = int(operations_.size()),
+                          .n_blocks = kCacheBlocks, .final_norm = kRms, .padded_head = kPaddedHead,
                           .embedding_scale = 1.5f, .soft_cap = is_gpt ? 0.0f : 20.0f, .eps = 1e-5f};
-        shape.rope_table = floats(kContext * 16), shape.final_weight = floats(kWidth);
+        shape.final_weight = floats(kWidth);
         shape.position_embeddings = variant == 1 ? floats(kContext * kWidth) : nullptr;
         shape.embedding = shape.head = embedding_;
         shape.cache = cache_.data(), shape.register_columns = columns_, shape.operations = operations_.data();

@@ -29,7 +29,7 @@ from benchmarks.shapes import parameter_reader
 from model.checkpoint.checkpoint import weights_files
 from model.checkpoint.golden import GOLDEN_FILE
 from model.checkpoint.golden_export import golden_file
-from model.config import ModelConfig
+from model.config import LayerKind, ModelConfig, Rope
 from model.files import write_files
 from model.nn.transformer import Decoder
 from model.tokenizer.tokenizer import Tokenizer
@@ -48,8 +48,16 @@ WAY: ContextVar[str] = ContextVar("WAY", default="torch")
 """The backend of tiny_engine(): torch, native or int8."""
 
 
-def tiny_config(**changes: Any) -> ModelConfig:
-    """2 layers, width 64, 4 query and 2 kv heads of 16, context 256."""
+ROPE = Rope()
+
+
+def tiny_config(*, window: int | None = None, rope: Rope | None = ROPE, **changes: Any) -> ModelConfig:
+    """2 layers, width 64, 4 query and 2 kv heads of 16, context 256.
+
+    window, rope: of all layers; with added positions, rope is None.
+    """
+    rope = None if changes.get("positions", "none") != "none" else rope
+    changes = {"layer_kinds": (LayerKind(window=window, rope=rope),)} | changes
     shape = {"vocab_size": VOCAB, "width": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 16}
     return ModelConfig(**{**shape, "mlp_width": 176, "context": 256, **changes})
 

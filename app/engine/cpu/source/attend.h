@@ -144,18 +144,19 @@ void accumulate_values(const InkShape& h, const Blocks<W>& blocks, const typenam
 
 // R query rows of one kv head at `positions`. scratch: 2 * R * (keys in whole blocks) floats.
 template <class W, int R>
-void attend(const InkShape& h, const Blocks<W>& blocks, const typename W::Number* const* queries, const int* positions,
-            typename W::Number* const* outputs, float* scratch) {
+void attend(const InkShape& h, const InkOperation& op, const Blocks<W>& blocks,
+            const typename W::Number* const* queries, const int* positions, typename W::Number* const* outputs,
+            float* scratch) {
     using Number = typename W::Number;
     const int last = *std::max_element(positions, positions + R), least = *std::min_element(positions, positions + R);
-    const int first = h.window ? std::max(0, least - h.window + 1) / kBlock : 0;
+    const int first = op.window ? std::max(0, least - op.window + 1) / kBlock : 0;
     const int n_blocks = last / kBlock + 1 - first, length = n_blocks * kBlock;
     float totals[R];
     Number* weights = reinterpret_cast<Number*>(scratch + long(R) * length);
     compute_scores<W, R>(h, blocks, queries, first, n_blocks, scratch, length);
     for (int r = 0; r < R; r++)
-        totals[r] = softmax(scratch + long(r) * length, h.attention_scale, length, first * kBlock, positions[r],
-                            h.window, weights + long(r) * length);
+        totals[r] = softmax(scratch + long(r) * length, op.attention_scale, length, first * kBlock, positions[r],
+                            op.window, weights + long(r) * length);
     int column = 0;
     for (; column + 4 * kLanes <= h.padded_head; column += 4 * kLanes)
         accumulate_values<W, R, 4>(h, blocks, weights, length, first, n_blocks, column, totals, outputs);
@@ -227,10 +228,11 @@ inline void add_values_in_tiles(const InkShape& h, const Blocks<BF16>& blocks, c
 }
 
 // As attend(), up to 16 rows. scratch: 16 * (the padded head + 2 * (keys in groups of 4 blocks)) floats.
-inline void attend_in_tiles(const InkShape& h, const Blocks<BF16>& blocks, const bf16* const* queries, int rows,
-                            const int* positions, bf16* const* outputs, float* scratch) {
+inline void attend_in_tiles(const InkShape& h, const InkOperation& op, const Blocks<BF16>& blocks,
+                            const bf16* const* queries, int rows, const int* positions, bf16* const* outputs,
+                            float* scratch) {
     const auto [least, last] = std::minmax_element(positions, positions + rows);
-    const int first = h.window ? std::max(0, *least - h.window + 1) / kBlock : 0;
+    const int first = op.window ? std::max(0, *least - op.window + 1) / kBlock : 0;
     const int n_blocks = *last / kBlock + 1 - first, length = n_blocks * kBlock;
     const long stride = (n_blocks + 3) / 4 * 4 * kBlock;
     bf16* gathered = reinterpret_cast<bf16*>(scratch);
@@ -243,7 +245,7 @@ inline void attend_in_tiles(const InkShape& h, const Blocks<BF16>& blocks, const
     std::atomic_signal_fence(std::memory_order_seq_cst);
     compute_scores_in_tiles(h, blocks, gathered, first, n_blocks, scores, stride);
     for (int r = 0; r < rows; r++)
-        totals[r] = softmax(scores + r * stride, h.attention_scale, length, first * kBlock, positions[r], h.window,
+        totals[r] = softmax(scores + r * stride, op.attention_scale, length, first * kBlock, positions[r], op.window,
                             weights + r * stride);
     std::atomic_signal_fence(std::memory_order_seq_cst);
     for (int column = 0; column < h.padded_head; column += 4 * kLanes) {

@@ -21,20 +21,21 @@ enum InkKind : int32_t { kNorm, kLinear, kRopeCache, kAttention, kAdd };
 struct InkOperation {
     int32_t kind, in, out, flag;
     int32_t layer, columns;
-    int32_t gated;
-    float eps;
+    int32_t gated, window, rotary_half;  // rotary_half: half of the numbers of a head that are rotated, 0 for none
+    float eps, attention_scale;
+    int32_t unused;
     const InkMatrix* matrix;
     const float *weight, *bias;  // of a norm; of the norms over query and key heads
+    const float* rope_table;     // [context, 2 * rotary_half]
 };
 
 struct InkShape {
     int32_t is_bf16, n_registers;
-    int32_t query_heads, kv_heads, head_width, window;
-    int32_t rotary_half, width;       // rotary_half: half of the numbers of a head that are rotated, 0 for none
+    int32_t query_heads, kv_heads, head_width, width;
     int32_t n_operations, n_blocks;
     int32_t final_norm, padded_head;  // padded_head: head_width in whole vectors
-    float attention_scale, embedding_scale, soft_cap, eps;
-    const float *rope_table, *position_embeddings;  // [context, 2 * rotary_half]; [context, width] or null
+    float embedding_scale, soft_cap, eps;
+    const float* position_embeddings;  // [context, width] or null
     const InkMatrix *embedding, *head;
     const float *final_weight, *final_bias;
     void* cache;                      // [layer, 2, block, kv head, 16 * padded head]

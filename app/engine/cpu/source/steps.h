@@ -220,8 +220,8 @@ class Decoder : public Executor {
             float* x = q + head * width;
             const bool is_query = head < shape_.query_heads;
             if (op.weight) norm_head(x, width, is_query ? op.weight : op.bias, op.eps);
-            const int half = shape_.rotary_half;
-            if (half) rotate(x, shape_.rope_table + 2L * position * half, half);
+            const int half = op.rotary_half;
+            if (half) rotate(x, op.rope_table + 2L * position * half, half);
         }
         std::vector<float>& buffer = padded_[thread];
         for (int head = 0; head < shape_.query_heads; head++)
@@ -274,11 +274,11 @@ class Decoder : public Executor {
         const Blocks<W> blocks = {cache(op.layer, 0, 0, head), cache(op.layer, 1, 0, head), rows_[task.row].table, stride};
 #if defined(__AMX_BF16__)
         if constexpr (std::is_same_v<Number, bf16>)
-            attend_in_tiles(shape_, blocks, queries, task.count, positions, outputs, scratch);
+            attend_in_tiles(shape_, op, blocks, queries, task.count, positions, outputs, scratch);
         else
 #endif
         with_constant<kQueryRows<W>>(task.count, [&](auto rows) {
-            attend<W, rows.value>(shape_, blocks, queries, positions, outputs, scratch);
+            attend<W, rows.value>(shape_, op, blocks, queries, positions, outputs, scratch);
         });
     }
 

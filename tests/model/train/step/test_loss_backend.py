@@ -196,8 +196,9 @@ def test_training_attention_and_its_gradient_equal_the_reference(
     qkv = _heads((n_tokens, heads, head_dim), (n_tokens, kv_heads, head_dim), (n_tokens, kv_heads, head_dim))
     weight = torch.randn(n_tokens, heads, head_dim, generator=torch.Generator().manual_seed(2))
     found = []
-    for attend in (CausalAttend(length, window), TrainingAttend(length, window)):
-        out = attend(0, *qkv)
+    windows = [3, window]  # of two layers
+    for attend in (CausalAttend(length, windows), TrainingAttend(length, windows)):
+        out = attend(1, *qkv)
         found.append([out, *torch.autograd.grad((out * weight).sum(), qkv)])
     for plain, ours in zip(*found, strict=True):
         torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
