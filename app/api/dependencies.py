@@ -18,6 +18,7 @@ from app.access.tenant_queue import WorkAccount
 from app.api.metrics import Metrics
 from app.api.resume_store import ResumeStore
 from app.common.errors import RateLimitExceeded
+from app.common.model_version import Version
 from app.http.auth import tenant_of
 from app.http.errors import ApiError, from_validation
 from app.http.incoming_bodies import IncomingBodies
@@ -211,6 +212,6 @@ def _describe(
     return described
 
 
-def version_header(weights_version: str) -> dict[str, str]:
-    """The response header that names the weights."""
-    return {"X-Weights-Version": weights_version}
+def version_header(version: Version) -> dict[str, str]:
+    """The response header that names the weights and adapters."""
+    return {"X-Weights-Version": version.key}

@@ -140,7 +140,7 @@ def _model(service: Service) -> Model:
         dtype=ready.dtype,
         device=ready.device,
         numerics=ready.numerics,
-        weights_version=ready.weights_version,
+        weights_version=ready.model_version.key,
         sampling_defaults=dict(ready.sampling_defaults),
         compare_origins=list(service.settings.compared_origins),
         weights_revision=service.instance.revision,

@@ -116,7 +116,7 @@ class RequestHandle:
     def headers(self) -> dict[str, str]:
         """Response headers."""
         rate_limit_headers = self.admitted.reservation.headers(time.monotonic())
-        return {"X-Request-Id": self.name, **version_header(self.admitted.weights_version), **rate_limit_headers}
+        return {"X-Request-Id": self.name, **version_header(self.admitted.model_version), **rate_limit_headers}
 
     @property
     def engine(self) -> EnginePool:

@@ -390,7 +390,7 @@ class Receipt(ResponseModel, kw_only=True):
         request = admitted.request
         prompts = [prompt_sha256(prompt) for prompt in request.prompts]
         return cls(
-            weights_version=admitted.weights_version,
+            weights_version=admitted.model_version.key,
             seed=admitted.params.seed,
             settings=settings(admitted),
             prompt_sha256=prompts if request.is_batch else prompts[0],

@@ -106,7 +106,7 @@ async def _response(handle: RequestHandle, body: ScoreRequest) -> ScoreResponse:
     return ScoreResponse(
         id=handle.name,
         model=handle.admitted.instance.model_name,
-        weights_version=handle.admitted.weights_version,
+        weights_version=handle.admitted.model_version.key,
         scores=[_score(handle, index, output) for index, output in enumerate(outputs)],
         usage=Usage.of(handle.session),
         user=body.user,

@@ -143,7 +143,7 @@ async def tokenize(request: Request) -> Response:
             pieces=LazyArray(lambda: _batches(PlacedPiece(*fields[token], start, end) for token, start, end in spans)),
         )
         time_slice = TimeSlice(partial(service.loop_share.pause, account))
-        return JsonStream(content, version_header(ready.weights_version), time_slice, stack.pop_all().close)
+        return JsonStream(content, version_header(ready.model_version), time_slice, stack.pop_all().close)
 
 
 @router.post(
@@ -169,7 +169,7 @@ async def detokenize(request: Request) -> Response:
             pieces=LazyArray(lambda: _batches(Piece(*fields[token]) for token in ids)),
         )
         time_slice = TimeSlice(partial(service.loop_share.pause, account))
-        return JsonStream(content, version_header(ready.weights_version), time_slice, stack.pop_all().close)
+        return JsonStream(content, version_header(ready.model_version), time_slice, stack.pop_all().close)
 
 
 @router.head("/tokenizer_info", include_in_schema=False)
@@ -181,7 +181,7 @@ async def tokenizer_info(request: Request) -> Response:
     instance = service.instance
     if not instance.tokenizer_info:
         instance.tokenizer_info = json_response(_tokenizer_info(instance, ready, tokenizer)).body
-    headers = version_header(ready.weights_version)
+    headers = version_header(ready.model_version)
     return Response(instance.tokenizer_info, headers=headers, media_type="application/json")
 
 

@@ -15,6 +15,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
+from app.common.model_version import Version
 from app.common.types import Request, StepReport
 
 _LENGTH = struct.Struct("<I")
@@ -98,7 +99,7 @@ class Ready(Struct, frozen=True, kw_only=True, array_like=True, tag="ready"):
     n_params: int
     dtype: str
     device: str
-    weights_version: str
+    model_version: Version
     eos_ids: tuple[int, ...]
     start_id: int | None
     """Token that replaces an empty prompt: BOS, else EOS."""

@@ -15,6 +15,7 @@ from typing import Any
 from app.common.cpu_topology import bind_process
 from app.common.ipc import Ready, WorkerConfig
 from app.common.logs import START
+from app.common.model_version import Version
 from app.common.startup_timer import LOADING_WEIGHTS, PROVING
 from app.common.types import sampling_defaults
 from app.engine.backends import Announce, Backend, CppBackend, Placement, place_without_torch
@@ -90,7 +91,7 @@ def build_engine(
         runners = backend.start(blocks, grammars, announce)
 
         def make_engine(limits: StepLimits) -> Engine:
-            scheduler = Scheduler(limits, BlockPool(blocks, cache_shape.block_size), weights.version)
+            scheduler = Scheduler(limits, BlockPool(blocks, cache_shape.block_size), Version(weights.version))
             return Engine(scheduler, *runners, release=backend.release, masks=grammars)
 
         engine = make_engine(limits)
@@ -200,7 +201,7 @@ def _ready(
         n_params=weights.n_params,
         dtype=placement.dtype,
         device=describe_cpu(backend.threads) if isinstance(backend, CppBackend) else placement.description,
-        weights_version=weights.version,
+        model_version=Version(weights.version),
         eos_ids=weights.eos_ids,
         named_eos_ids=weights.named_eos_ids,
         sampling_defaults=defaults,

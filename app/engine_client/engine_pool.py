@@ -24,6 +24,7 @@ from msgspec.structs import replace
 
 from app.common.errors import EngineError, EngineFailed, InvalidRequest, NotReady
 from app.common.ipc import Cancel, Ready, Submit, WorkerConfig
+from app.common.model_version import Version
 from app.common.types import Counters, PromptScores, Request, RequestStarted, StepReport
 from app.engine_client.crash_recovery import CANARY_ID, CanaryRequest, CrashRecovery
 from app.engine_client.fair_queue import FairQueue, prompt_tokens
@@ -45,18 +46,18 @@ _MAX_HASHES = 4096
 """Limit per request: 65,536 prompt tokens in blocks of 16, which take about two milliseconds."""
 
 
-def block_hashes(requests: Iterable[Request], block_size: int) -> list[int]:
+def block_hashes(requests: Iterable[Request], block_size: int, version: Version) -> list[int]:
     """Chained hashes of the full blocks of all prompts, in order.
 
-    A hash covers all tokens up to the end of its block, and the cache namespace, which isolates tenants. A hash
-    collision costs a prompt that is computed twice, and nothing else.
+    A hash covers all tokens up to the end of its block, the adapters, and the cache namespace, which isolates tenants.
+    All engines have the same weights. A hash collision costs a prompt that is computed twice, and nothing else.
     """
-    chains = (_chain(request, block_size) for request in requests if request.leader is None)
+    chains = (_chain(request, block_size, version) for request in requests if request.leader is None)
     return list(dict.fromkeys(islice((block for chain in chains for block in chain), _MAX_HASHES)))
 
 
-def _chain(request: Request, block_size: int) -> Iterator[int]:
-    parent = hash((request.cache_namespace, request.source))
+def _chain(request: Request, block_size: int, version: Version) -> Iterator[int]:
+    parent = hash((request.cache_namespace, request.source, *version.adapters))
     for start in range(0, len(request.prompt) - block_size + 1, block_size):
         parent = hash((parent, request.prompt[start : start + block_size]))
         yield parent
@@ -330,7 +331,7 @@ class EngineClient:
             self._unstarted.pop(request_id, None)
 
 
-_COMMON_FIELDS = ("weights_version", "numerics", "context", "vocab_size", "block_size")
+_COMMON_FIELDS = ("model_version", "numerics", "context", "vocab_size", "block_size")
 """Fields in which all engines must agree, since a response may continue on any of them."""
 
 _ENGINE_STOPPED = "the engine stopped and will not be restarted: send the request again after the service is restarted"
@@ -525,7 +526,7 @@ class EnginePool:
         candidates = {index: engine for index, engine in available.items() if engine.can_start} or available
         loads, requests = {index: engine.load for index, engine in candidates.items()}, stream.open_requests
         assert self._common_ready
-        hashes = block_hashes(requests, self._common_ready.block_size)
+        hashes = block_hashes(requests, self._common_ready.block_size, self._common_ready.model_version)
         chosen = self._router.choose(hashes, loads, len(requests))
         facts = available[chosen].ready
         assert facts

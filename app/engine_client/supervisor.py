@@ -23,6 +23,7 @@ from msgspec.structs import replace
 
 from app.common.ipc import Down, Fatal, FrameDecoder, Phase, Ready, Up, WorkerConfig, decode_up, encode_frame
 from app.common.logs import START
+from app.common.model_version import Version
 from app.common.operating_system import anonymous_memory
 from app.common.startup_timer import PHASES, STARTING, format_phases, phase_seconds
 from app.common.types import StepReport
@@ -242,7 +243,8 @@ class Supervisor:
         self.restarts = 0
         self.start_seconds: Mapping[str, float] = {}
         """Seconds of each phase of the last completed start."""
-        self._version = ""  # of the weights: every restarted process must load the same
+        self._version: Version | None = None
+        """Of the model that the first process loaded: every restarted process must load the same."""
         self._process: EngineProcess | None = None
         self._kill_reason = ""  # set when this supervisor kills the process
         self._memory_kills = MemoryKills()
@@ -422,7 +424,7 @@ class Supervisor:
                 if frame.name in PHASES:
                     self._phases.append((frame.name, self._last_frame))
                 _start_log.info("%s: %s", self._config.name, frame.name)
-            case Ready() if self._version in ("", frame.weights_version):
+            case Ready() if self._version in (None, frame.model_version):
                 self._on_ready(frame)
             case Ready():
                 self.abandon(EngineStopped(_OTHER_WEIGHTS.format(self._config.weights), 1))
@@ -432,7 +434,7 @@ class Supervisor:
                     self.give_up(EngineStopped(frame.message, 2))
 
     def _on_ready(self, frame: Ready) -> None:
-        self.ready, self.phase, self._version = frame, "ready", frame.weights_version
+        self.ready, self.phase, self._version = frame, "ready", frame.model_version
         self._last_progress = time.monotonic()
         self._memory_when_ready = anonymous_memory(self._process.pid) if self._process else 0
         self.start_seconds = phase_seconds(self._phases, self._last_progress)

@@ -124,7 +124,7 @@ class HotReload:
             return fingerprint
         old = self._service.switch(instance)
         self._record_outcome("switched")
-        version = instance.engine.ready.weights_version[:16] if instance.engine.ready else ""
+        version = instance.engine.ready.model_version.short_key if instance.engine.ready else ""
         _log.info("new weights are served: %s, version %s", instance.model_name, version)
         self._retiring = asyncio.create_task(self._retire(old))
         return instance.fingerprint

@@ -35,6 +35,7 @@ from app.common.errors import (
     Unavailable,
 )
 from app.common.ipc import Ready
+from app.common.model_version import Version
 from app.common.settings import Settings
 from app.common.types import Request, SamplingParams
 from app.engine_client.engine_pool import EnginePool
@@ -231,7 +232,7 @@ class Admitted:
     request: GenerationRequest
     params: SamplingParams
     tokenizer: Tokenizer
-    weights_version: str
+    model_version: Version
     numerics: str
     truncated: bool
     reservation: Reservation
@@ -412,7 +413,7 @@ class Service:
             request=request,
             params=engine_requests[0].params,
             tokenizer=tokenizer,
-            weights_version=ready.weights_version,
+            model_version=ready.model_version,
             numerics=ready.numerics,
             truncated=any(prompt.truncated for prompt in encoded),
             reservation=reservation,

@@ -19,6 +19,7 @@ from app.api.metrics import EngineState
 from app.common.cpu_topology import Core, EngineShare, Topology
 from app.common.errors import NotReady, QueueFull
 from app.common.ipc import Submit
+from app.common.model_version import Version
 from app.common.settings import Settings
 from app.common.types import Counters, Request, RequestStarted, StepReport
 from app.engine_client.crash_recovery import CANARY_ID
@@ -58,7 +59,7 @@ async def test_start_ends_when_all_engines_have_loaded_the_same_model() -> None:
     assert facts.vocab_size == 1000, "a tokenizer that loads later is compared with it"
 
 
-@pytest.mark.parametrize("other", ["weights_version", "numerics", "failed start"])
+@pytest.mark.parametrize("other", ["model_version", "numerics", "failed start"])
 @async_test
 async def test_engines_that_differ_or_fail_at_startup_do_not_serve(other: str) -> None:
     harness = PoolHarness(load=False)
@@ -66,7 +67,7 @@ async def test_engines_that_differ_or_fail_at_startup_do_not_serve(other: str) -
     if other == "failed start":
         harness.engines[1].give_up(EngineStopped("failed start: there is one GPU", 1))
     else:
-        harness.engines[1].load(**{other: "another"})
+        harness.engines[1].load(**{other: Version("another") if other == "model_version" else "another"})
     assert harness.pool.ready is None
     stopped = await asyncio.wait_for(harness.pool.wait_stopped(), 60)
     assert stopped.exit_code == 1 and other in str(stopped)
@@ -437,6 +438,7 @@ async def test_summed_metrics_do_not_decrease_when_an_engine_crashes() -> None:
 
 
 BLOCK = 4
+WEIGHTS = Version("w")
 
 
 def _prompt(draw: random.Random) -> tuple[int, ...]:
@@ -449,7 +451,7 @@ def _request(prompt: tuple[int, ...], namespace: str = "", **more: Any) -> Reque
 
 
 def _hashes(prompt: tuple[int, ...], namespace: str = "") -> list[int]:
-    return block_hashes([_request(prompt, namespace)], BLOCK)
+    return block_hashes([_request(prompt, namespace)], BLOCK, WEIGHTS)
 
 
 @given(st.integers(0, 2**32))
@@ -467,11 +469,21 @@ def test_prompts_share_one_hash_per_common_full_block(seed: int) -> None:
 def test_hashes_of_a_batch_are_unique_and_bounded() -> None:
     one, other = _request((1,) * 8 + (2,) * 4), _request((1,) * 8 + (3,) * 4)
     fork = _request((1,) * 8 + (2,) * 4, leader="r")
-    assert set(block_hashes([one, fork, other], BLOCK)) == {*_hashes(one.prompt), *_hashes(other.prompt)}
-    assert len(block_hashes([one, fork, other], BLOCK)) == 4
-    assert len(block_hashes([_request(tuple(range(100_000)))], 1)) == 4096
+    assert set(block_hashes([one, fork, other], BLOCK, WEIGHTS)) == {*_hashes(one.prompt), *_hashes(other.prompt)}
+    assert len(block_hashes([one, fork, other], BLOCK, WEIGHTS)) == 4
+    assert len(block_hashes([_request(tuple(range(100_000)))], 1, WEIGHTS)) == 4096
     source = _request((1,) * 8, source=(1, 2))
-    assert not set(block_hashes([source], BLOCK)) & set(_hashes((1,) * 8))
+    assert not set(block_hashes([source], BLOCK, WEIGHTS)) & set(_hashes((1,) * 8))
+
+
+def test_router_hashes_differ_between_adapters() -> None:
+    versions = [WEIGHTS, Version("w", ("a",)), Version("w", ("b",)), Version("w", ("a", "b")), Version("w", ("b", "a"))]
+    hashes = [block_hashes([_request((1,) * 2 * BLOCK)], BLOCK, version) for version in versions]
+    assert len({block for one in hashes for block in one}) == 2 * len(versions)
+    unnamed = block_hashes([_request((1,) * 2 * BLOCK)], BLOCK, Version("other weights"))
+    assert unnamed == hashes[0], "all engines have the same weights"
+    first = hash((hash(("", ())), (1,) * BLOCK))
+    assert hashes[0][0] == first, "hashes without adapters are as they were before versions had adapters"
 
 
 @given(st.integers(0, 2**32), st.integers(1, 8))

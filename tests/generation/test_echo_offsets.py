@@ -20,6 +20,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from app.access.tenant_queue import WorkAccount
 from app.api.openai.responder import split_by_token
 from app.common.ipc import Ready
+from app.common.model_version import Version
 from app.common.types import PromptScores
 from app.generation.detokenizer import PromptEcho
 from app.generation.prompt_encoder import EncodedPrompt, PromptEncoder
@@ -31,9 +32,9 @@ from tests.support.model.tiny_models import tiny_weights
 from tests.support.servers import running_server
 
 READY: dict[str, Any] = {
-    "context": 4096, "vocab_size": 4096, "n_params": 1, "dtype": "float32", "device": "cpu", "weights_version": "",
+    "context": 4096, "vocab_size": 4096, "n_params": 1, "dtype": "float32", "device": "cpu",
     "eos_ids": (), "start_id": 0, "sampling_defaults": {}, "blocks_total": 1, "block_size": 16, "has_encoder": False,
-    "numerics": "torch", "numerics_reason": "", "waits_for_build": False,
+    "numerics": "torch", "numerics_reason": "", "waits_for_build": False, "model_version": Version(""),
 }  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from app.access.tenant_queue import WorkAccount
 from app.common.errors import InvalidRequest
 from app.common.ipc import Ready
+from app.common.model_version import Version
 from app.generation.prompt_encoder import EncodedPrompt, PromptEncoder
 from app.generation.request import GenerationRequest
 from app.generation.session import BuiltRequests
@@ -26,9 +27,9 @@ from tests.support.servers import running_server
 
 NAMES = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
 READY: dict[str, Any] = {
-    "context": 512, "vocab_size": 400, "n_params": 1, "dtype": "float32", "device": "cpu", "weights_version": "",
+    "context": 512, "vocab_size": 400, "n_params": 1, "dtype": "float32", "device": "cpu",
     "eos_ids": (), "start_id": 0, "sampling_defaults": {}, "blocks_total": 1, "block_size": 16, "has_encoder": False,
-    "numerics": "torch", "numerics_reason": "", "waits_for_build": False,
+    "numerics": "torch", "numerics_reason": "", "waits_for_build": False, "model_version": Version(""),
 }  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from app.api.native.routes import ResumableStream
 from app.api.resume_store import ResumeStore
 from app.api.schemas import Receipt
 from app.common.errors import EngineError, NotReady, Starting
+from app.common.model_version import Version
 from app.common.settings import Settings
 from app.engine_client.supervisor import EngineStopped
 from app.http.errors import ApiError
@@ -62,7 +63,7 @@ class FakeEngine:
         return await asyncio.shield(self._stopped)
 
     def finish(self, vocab_size: int = 320) -> None:
-        self._facts = SimpleNamespace(vocab_size=vocab_size, weights_version="v" * 64)
+        self._facts = SimpleNamespace(vocab_size=vocab_size, model_version=Version("v" * 64))
         self.ready, self.phase = self._facts, "ready"
         self._ready.set()
 

@@ -20,6 +20,7 @@ import pytest
 
 from app import start_summary
 from app.common.ipc import Ready
+from app.common.model_version import Version
 from app.common.settings import Settings
 from app.serving.service import Service
 from app.start_summary import follow_start, open_page, page_url, summary
@@ -29,7 +30,7 @@ from tests.support.processes import children
 from tests.support.pseudo_terminal import PseudoTerminal, on_terminal
 
 READY = Ready(
-    context=2048, vocab_size=320, n_params=8_700_000, dtype="bfloat16", device="2 x GPU", weights_version="v",
+    context=2048, vocab_size=320, n_params=8_700_000, dtype="bfloat16", device="2 x GPU", model_version=Version("v"),
     eos_ids=(0,), start_id=0, sampling_defaults={}, blocks_total=8, block_size=16, has_encoder=False,
     numerics="native2-avx512-bfloat16", numerics_reason="", waits_for_build=False,
 )  # fmt: skip

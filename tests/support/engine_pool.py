@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from app.common.ipc import Cancel, Down, Ready, Submit, WorkerConfig
+from app.common.model_version import Version
 from app.common.types import Counters, FinishReason, Request, RequestStarted, SampledEvent, StepReport
 from app.engine_client.engine_pool import EngineClient, EnginePool
 from app.engine_client.fair_queue import FairQueue
@@ -16,8 +17,9 @@ from app.engine_client.token_stream import Arrival, TokenStream
 
 def ready_message(**changes: Any) -> Ready:
     facts: dict[str, Any] = {"context": 10_000, "vocab_size": 1000, "n_params": 1, "dtype": "none", "device": "a CPU"}
-    facts |= {"weights_version": "v", "eos_ids": (), "start_id": 0, "sampling_defaults": {}, "blocks_total": 1000}
+    facts |= {"eos_ids": (), "start_id": 0, "sampling_defaults": {}, "blocks_total": 1000}
     facts |= {"block_size": 4, "has_encoder": False, "numerics": "n", "numerics_reason": "", "waits_for_build": False}
+    facts["model_version"] = Version("v")
     return Ready(**{**facts, **changes})
 
 

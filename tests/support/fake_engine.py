@@ -15,6 +15,7 @@ from pathlib import Path
 
 from app.common.fault_injection import fault
 from app.common.ipc import Ready, WorkerConfig
+from app.common.model_version import Version
 from app.common.types import BatchPlan, Request, SampledToken, StepResult, TokenScore
 from app.engine.execution.engine import Engine
 from app.engine.guided.grammar_workers import GrammarWorkers, Job
@@ -99,7 +100,7 @@ def assemble(step_seconds: float) -> Callable[[WorkerConfig, Callable[[str], Non
         scheduler = Scheduler(limits, BlockPool(blocks, BLOCK_SIZE))
         fault("fake.load", config)
         ready = _ready(config, blocks)
-        return BuiltEngine(Engine(scheduler, FakeRunner(step_seconds, ready.weights_version)), NoGrammars(), ready)
+        return BuiltEngine(Engine(scheduler, FakeRunner(step_seconds, ready.model_version.key)), NoGrammars(), ready)
 
     return assemble_fake
 
@@ -113,7 +114,7 @@ def _ready(config: WorkerConfig, blocks: int) -> Ready:
         n_params=0,
         dtype="none",
         device="none",
-        weights_version=sha256(weights / "model.safetensors"),
+        model_version=Version(sha256(weights / "model.safetensors")),
         eos_ids=(),
         start_id=0,
         sampling_defaults={},

@@ -106,7 +106,7 @@ def common_fields(handle: RequestHandle, prefix: str, kind: str) -> dict[str, An
         "object": kind,
         "created": int(time.time()),
         "model": handle.admitted.instance.model_name,
-        "system_fingerprint": f"{handle.admitted.weights_version[:16]}-{handle.admitted.numerics}",
+        "system_fingerprint": f"{handle.admitted.model_version.short_key}-{handle.admitted.numerics}",
         "seed": handle.admitted.params.seed,
     }
 

@@ -39,6 +39,7 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
 from typing import NamedTuple
 
+from app.common.model_version import Version
 from app.common.types import BatchPlan, Sequence
 
 
@@ -145,9 +146,9 @@ class BlockPool:
         return block
 
 
-def root_hash(weights_version: str, namespace: str, source: Items[int] = ()) -> bytes:
-    """Start of a chain of block hashes: other weights, another cache namespace or source never share a block."""
-    return chain_hash(hashlib.sha256(f"{weights_version}/{namespace}".encode()).digest(), source)
+def root_hash(version: Version, namespace: str, source: Items[int] = ()) -> bytes:
+    """Start of a chain of block hashes: another model version, cache namespace or source never shares a block."""
+    return chain_hash(hashlib.sha256(f"{version.key}/{namespace}".encode()).digest(), source)
 
 
 def chain_hash(parent: bytes, tokens: Items[int]) -> bytes:
@@ -204,10 +205,10 @@ def without_ended(plan: BatchPlan) -> BatchPlan:
 class BlockAllocator:
     """Owns the pool, and tracks which blocks the next step must clear or copy first."""
 
-    def __init__(self, pool: BlockPool, in_flight: StepsInFlight, weights_version: str) -> None:
+    def __init__(self, pool: BlockPool, in_flight: StepsInFlight, version: Version) -> None:
         self.pool = pool
         self._in_flight = in_flight
-        self._version = weights_version
+        self._version = version
         self._dirty: set[int] = set()  # may contain non-finite values; cleared for their next owner
         self._clear: list[int] = []
         self._copies: list[tuple[int, int]] = []

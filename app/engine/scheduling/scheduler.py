@@ -27,6 +27,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import chain
 
+from app.common.model_version import Version
 from app.common.types import (
     MASK_NOT_READY,
     BatchPlan,
@@ -82,13 +83,14 @@ def _leader_of(request: Request, older: Iterable[Sequence]) -> Sequence | None:
 
 
 _log = logging.getLogger("inkstream")
+_UNVERSIONED = Version("")
 NOT_FINITE = "the model's output for this request is not finite"
 
 
 class Scheduler:
     """Owns the sequences and the block pool."""
 
-    def __init__(self, limits: StepLimits, pool: BlockPool, weights_version: str = "") -> None:
+    def __init__(self, limits: StepLimits, pool: BlockPool, version: Version = _UNVERSIONED) -> None:
         self.limits = limits
         self.pool = pool
         self.waiting: list[Sequence] = []  # preempted ones, the last preempted first; then the others by arrival
@@ -96,7 +98,7 @@ class Scheduler:
         self.preemptions = self.block_violations = 0
         self._arrivals = 0
         self._in_flight = StepsInFlight(pool)
-        self._allocator = BlockAllocator(pool, self._in_flight, weights_version)
+        self._allocator = BlockAllocator(pool, self._in_flight, version)
 
     @property
     def has_work(self) -> bool:

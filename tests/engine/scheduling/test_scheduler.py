@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from app.common.model_version import Version
 from app.common.types import BatchPlan, FinishReason, Request, RequestFailed, SampledToken, StepResult
 from app.engine.execution.engine import Engine
 from app.engine.scheduling.block_allocator import BlockPool, chain_hash, root_hash
@@ -178,11 +179,29 @@ def test_first_released_block_is_evicted_first() -> None:
 def test_block_hash_depends_on_weights_key_and_all_earlier_tokens() -> None:
     names = {
         chain_hash(root_hash(version, namespace), tokens)
-        for version in ("w1", "w2")
+        for version in (Version("w1"), Version("w2"))
         for namespace in ("", "k")
         for tokens in ((1, 2), (2, 1))
     }
     assert len(names) == 8
+
+
+def test_block_hash_of_a_version_without_adapters_is_the_old_one() -> None:
+    """The hashes by the code that had the digest of the weights as a string."""
+    old = "569bb2fc11581d2c62ce0c5401796ad9c63dd65075adb9c5bb9011f8d5fa5103"
+    assert chain_hash(root_hash(Version("w1"), "k"), (1, 2)).hex() == old
+    old = "9917a46179426639b787198332110d245b07331e7edd0bd00f14c05c4fdc0f22"
+    assert root_hash(Version("w" * 64), "", (3,)).hex() == old
+
+
+def test_versions_with_other_adapters_share_no_cached_block() -> None:
+    pool, device = BlockPool(64, 4), SimulatedDevice(4)
+    versions = [Version("w"), *(Version("w", adapters) for adapters in (("a",), ("b",), ("a", "b"), ("b", "a")))]
+    for version, cached in [(one, cached) for cached in (0, 8) for one in versions]:
+        scheduler = Scheduler(StepLimits(tokens_per_step=64, max_running=4), pool, version)
+        scheduler.add(_request("r", 9))
+        plan, _ = step(scheduler, device)
+        assert [started.cached_tokens for started in plan.started] == [cached], version
 
 
 def test_leaked_block_is_counted_and_logged_once_per_audit(caplog: pytest.LogCaptureFixture) -> None:
