@@ -200,6 +200,11 @@ class ModelConfig:
             return 0
         return self.head_dim if rope.dim is None else rope.dim
 
+    @property
+    def q_factor(self) -> float:
+        """Factor of queries where attention divides scores by sqrt(head_dim), whatever attention_scale says."""
+        return (self.head_dim / self.width) ** 0.5 if self.attention_scale == "width" else 1.0
+
     def _check_combinations(self) -> None:
         heads, kv_heads, head_dim = self.n_heads, self.n_kv_heads, self.head_dim
         _require(heads % kv_heads == 0, f"n_heads ({heads}) must be a multiple of n_kv_heads ({kv_heads})")

@@ -25,7 +25,7 @@ from model.checkpoint.config_file import load_config
 from model.checkpoint.golden_export import verify
 from model.checkpoint.hub import resolve_weights, source_of
 from model.checkpoint.manifest import check_manifest, read_model_name
-from model.checkpoint.model_summary import Line, memory_lines, shape_lines
+from model.checkpoint.model_summary import Line, cost_lines, memory_lines, shape_lines
 from model.checkpoint.stored_weights import StoredWeights
 from model.checkpoint.tensor_index import check_layout
 from model.command_line import OneLineParser
@@ -86,6 +86,7 @@ def _check(directory: Path) -> list[Line]:
         ("family", weights.family.name),
         *shape_lines(decoder.config),
         *memory_lines(decoder.config, decoder.n_params),
+        *cost_lines(decoder.config),
         ("mem_limit", _memory_limits(decoder.config, decoder.n_params)),
         *_tokenizer_lines(weights, tokenizer),
         ("chat", "no template" if template is None else "has a template"),

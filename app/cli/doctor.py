@@ -182,6 +182,10 @@ def _service(given: Given) -> Iterator[Finding]:
         else:
             if topic == "weights":
                 yield Finding("weights", f"{found}; inkstream check {settings.weights} reads all of it")
+                if size:
+                    config = importlib.import_module("model.checkpoint.config_file").load_config(settings.weights)
+                    lines = importlib.import_module("model.checkpoint.model_summary").cost_lines(config)
+                    yield from (Finding(*line) for line in lines)
 
 
 _CHECKS: dict[str, Callable[[Given], Iterator[Finding]]] = {

@@ -1,6 +1,6 @@
 """Chooses the number of engine processes (--replicas auto) by a model of how a decode step scales with threads.
 
-A step is a list of operations (model/nn/decoder_program.py). Each is divided into tasks, which threads claim one by
+A step is a list of operations (model/decoder_program.py). Each is divided into tasks, which threads claim one by
 one, and waits for all of them (app/engine/cpu/source/threads.h). With t threads it takes
 
     max(ceil(tasks / t) / tasks * seconds of one thread, bytes / bandwidth of the memory) + synchronization
@@ -23,6 +23,7 @@ from app.common.logs import START
 from app.common.settings import Settings
 from model.checkpoint.config_file import load_config
 from model.config import ModelConfig
+from model.decoder_program import Kind, Operation, cost, decoder_program
 from model.machine import free_memory, has_native_bfloat16, may_have_gpu
 from model.parameter_shapes import count_parameters
 
@@ -74,28 +75,22 @@ def operations(
 
     item_bytes: of a weight and of a number in the cache.
     """
-    heads, kv = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
-
-    def linear(outputs: int, inputs: int) -> OperationCost:
-        size = outputs * inputs
-        return OperationCost(-(-outputs // _OUTPUTS_PER_TASK), weight_bytes=size * item_bytes, products=size * rows)
-
     by_row = -(-rows // _ROWS_PER_TASK)
-    norm = OperationCost(by_row, numbers=rows * config.width)
-    layer = [
-        norm,
-        linear(heads + 2 * kv, config.width),
-        OperationCost(by_row, numbers=rows * (heads + 2 * kv)),  # rotated, and written to the cache
-        OperationCost(rows * config.n_kv_heads, cache_bytes=rows * context * 2 * kv * item_bytes),
-        linear(config.width, heads) if config.out_projection else norm,
-    ]
-    if config.mlp_width:
-        layer += [norm, linear(config.mlp_width * (1 + config.gated), config.width)]
-        layer += [linear(config.width, config.mlp_width)]
-    for _ in range(config.n_layers):
-        yield from layer
-    yield OperationCost(by_row, numbers=2 * rows * config.width)  # embedding, final norm
-    yield linear(config.vocab_size, config.width)
+
+    def of(operation: Operation) -> OperationCost:
+        each = cost(config, operation, context)
+        match operation.kind:
+            case Kind.LINEAR | Kind.HEAD:
+                tasks, size = -(-operation.weights[0].shape[0] // _OUTPUTS_PER_TASK), each.flops // 2
+                return OperationCost(tasks, weight_bytes=size * item_bytes, products=size * rows)
+            case Kind.ATTENTION:
+                return OperationCost(rows * config.n_kv_heads, cache_bytes=rows * each.cached * item_bytes)
+        return OperationCost(by_row, numbers=rows * each.numbers)
+
+    embed, *body, final_norm, head = map(of, decoder_program(config))
+    yield from body
+    yield OperationCost(by_row, numbers=embed.numbers + final_norm.numbers)
+    yield head
     yield OperationCost(rows, numbers=rows * config.vocab_size)  # the draw
 
 

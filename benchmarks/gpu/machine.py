@@ -14,6 +14,7 @@ import torch
 from benchmarks.gpu.packages import version_of
 from benchmarks.gpu.results import Finding, StageContext, Unsupported
 from model.config import ModelConfig
+from model.decoder_program import Kind, cost, decoder_program
 from model.device import describe
 
 _LEAST_CAPABILITY = (8, 0)
@@ -112,10 +113,11 @@ def least_seconds(
     bytes_per_second, operations_per_second = context.roof("most bytes/s"), context.roof("bf16 operations/s")
     if not bytes_per_second or not operations_per_second:
         return None
-    heads, kv_heads = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
-    attention = config.width * (2 * heads + 2 * kv_heads)
-    body = config.n_layers * (attention + (3 if config.gated else 2) * config.width * config.mlp_width)
-    head = config.vocab_size * config.width
-    bytes_read = (body + head) * weight_bytes + rows * kept * config.kv_elements_per_token * 2
-    operations = 2.0 * (body * tokens + head * rows)
+    bytes_read = operations = 0.0
+    for operation in decoder_program(config):
+        each = cost(config, operation, kept)
+        bytes_read += rows * each.cached * 2
+        if operation.kind in (Kind.LINEAR, Kind.HEAD):
+            bytes_read += each.flops / 2 * weight_bytes
+            operations += each.flops * (rows if operation.kind == Kind.HEAD else tokens)
     return max(bytes_read / bytes_per_second, operations / operations_per_second)

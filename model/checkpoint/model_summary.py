@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import MISSING, fields
 
 from model.config import ModelConfig
+from model.decoder_program import cost, decoder_program
 
 Line = tuple[str, str]
 """(label, value)."""
@@ -37,6 +38,14 @@ def memory_lines(config: ModelConfig, n_params: int) -> list[Line]:
         cache = f"{describe_bytes(token)} of KV cache a token, {describe_bytes(token * config.context)} a full context"
         lines.append((name, f"{describe_bytes(n_params * size)} of weights, {cache}"))
     return lines
+
+
+def cost_lines(config: ModelConfig) -> list[Line]:
+    """What one token costs at a full context: operations, and bytes that are read for a sequence that runs alone."""
+    costs = [cost(config, operation, config.context) for operation in decoder_program(config)]
+    flops, weights, cached = (sum(getattr(each, name) for each in costs) for name in ("flops", "parameters", "cached"))
+    reads = (f"{describe_bytes((weights + cached) * size)} in {name}" for name, size in _DTYPES.items())
+    return [("one token", f"{flops / 1e6:,.4g} MFLOP at a full context; reads {', '.join(reads)}")]
 
 
 def describe_size(n_params: int) -> str:

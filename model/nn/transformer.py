@@ -77,7 +77,7 @@ class Attention(FastModule):
         super().__init__()
         self.layer = layer
         self.n_heads, self.n_kv_heads, self.head_dim = config.n_heads, config.n_kv_heads, config.head_dim
-        self.q_factor = _q_factor(config)
+        self.q_factor = config.q_factor
         n_rows = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim
         self.qkv = Linear(n_rows, config.width, bias=config.qkv_bias)
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
@@ -107,7 +107,7 @@ class CrossAttention(FastModule):
         super().__init__()
         self.layer = layer
         self.n_kv_heads, self.head_dim = config.n_kv_heads, config.head_dim
-        self.q_factor = _q_factor(config)
+        self.q_factor = config.q_factor
         self.q = Linear(config.n_heads * config.head_dim, config.width, bias=config.qkv_bias)
         self.kv = Linear(2 * config.n_kv_heads * config.head_dim, config.width, bias=config.qkv_bias)
         self.out = _out_projection(config)
@@ -145,11 +145,6 @@ class FeedForward(FastModule):
         else:
             down_TD = self.down(self.activation(hidden_TF))
         return down_TD
-
-
-def _q_factor(config: ModelConfig) -> float:
-    """Factor of the queries: Attend always divides scores by sqrt(head_dim), other scales need a correction."""
-    return (config.head_dim / config.width) ** 0.5 if config.attention_scale == "width" else 1.0
 
 
 def _out_projection(config: ModelConfig) -> Linear | None:
@@ -205,7 +200,7 @@ class Decoder(nn.Module):
 
         cross: attention over the source; required if config.n_encoder_layers is not 0.
         """
-        x_TD, rotations = self._embed(tokens_T, positions_T)
+        x_TD, rotations = self.embed(tokens_T, positions_T)
         for block in self.blocks:
             x_TD = block(x_TD, rotations, attend, cross)
         normed_TD: Tensor = self.norm(x_TD)
@@ -213,7 +208,7 @@ class Decoder(nn.Module):
 
     def encode(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> list[tuple[Tensor, Tensor]]:
         """Cross-attention k, v [T, K, C] of the sources' tokens [T], for each decoder block."""
-        x_TD, rotations = self._embed(tokens_T, positions_T)
+        x_TD, rotations = self.embed(tokens_T, positions_T)
         for block in self.encoder_blocks:
             x_TD = block(x_TD, rotations, attend)
         memory_TD = self.encoder_norm(x_TD)
@@ -246,7 +241,8 @@ class Decoder(nn.Module):
                 parameter.normal_(0.0, deviation, generator=generator)
         return self
 
-    def _embed(self, tokens_T: Tensor, positions_T: Tensor) -> tuple[Tensor, Rotations]:
+    def embed(self, tokens_T: Tensor, positions_T: Tensor) -> tuple[Tensor, Rotations]:
+        """The residual stream [T, D] before the first block, and the rotations of its positions."""
         x_TD = F.embedding(tokens_T, self.embedding)
         if self.config.embedding_scale != 1.0:
             x_TD = x_TD * self.config.embedding_scale

@@ -9,6 +9,7 @@ import torch
 from model.checkpoint.model_summary import describe_bytes
 from model.command_line import Optimizer
 from model.config import ModelConfig
+from model.decoder_program import Kind, cost, decoder_program, encoder_program
 from model.nn.transformer import Decoder
 
 _BFLOAT16_PEAKS = {
@@ -83,14 +84,16 @@ def meta_decoder(config: ModelConfig) -> Decoder:
 def flops_per_token(config: ModelConfig, context: float) -> float:
     """FLOPs of forward and backward pass per token, at `context` tokens: 6 N + 12 L H Q T.
 
-    PaLM's convention (arXiv:2204.02311, appendix B): attention counts all pairs of tokens, also masked ones. N: number
-    of parameters in matrix products, which includes an embedding only if it is also the head.
+    PaLM's convention (arXiv:2204.02311, appendix B): attention counts all pairs of tokens within a layer's window, also
+    masked ones. N: number of parameters except those that are looked up, as an embedding is that is not also the head.
     """
-    decoder = meta_decoder(config)
-    looked_up = 0 if config.tied_head else decoder.embedding.numel()
-    if decoder.position_embedding is not None:
-        looked_up += decoder.position_embedding.numel()
-    return 6.0 * (decoder.n_params - looked_up) + 12.0 * config.n_layers * config.n_heads * config.head_dim * context
+    flops = 0.0
+    for operation in (*encoder_program(config), *decoder_program(config)):
+        if operation.kind != Kind.EMBED:
+            each = cost(config, operation, context)
+            is_attention = operation.kind in (Kind.ATTENTION, Kind.CROSS_ATTENTION)
+            flops += 6.0 * each.parameters + 3.0 * each.flops * is_attention
+    return flops
 
 
 def peak_flops(name: str) -> float | None:

@@ -139,6 +139,11 @@ def test_hub_model_is_not_a_missing_directory() -> None:
     assert weights.level == "ok" and "inkstream check org/name" in weights.text
 
 
+def test_cost_of_a_token_is_named() -> None:
+    (cost,) = _found("one token")
+    assert cost.level == "ok" and "MFLOP" in cost.text and "in bfloat16" in cost.text
+
+
 def test_bundled_model_is_checked_without_a_weights_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -56,6 +56,7 @@ def test_check_prints_the_facts_of_a_good_directory(run: Run, weights: Path) -> 
         "feed-forward 176",
         "0.11 M",
         "256 bytes of KV cache a token, 64 KiB a full context",  # 2 * 2 layers * 2 heads * 16 * 2 bytes
+        " MFLOP at a full context; reads ",
         "BPE, 320 of 320 tokens",
         '0 "<|endoftext|>", not added',
         "no template",

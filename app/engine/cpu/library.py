@@ -92,14 +92,14 @@ class Matrix(Structure):
     )
 
 
-class Operation(Structure):
+class NativeOperation(Structure):
     """Mirrors InkOperation."""
 
     _fields_ = (
         *((name, c_int32) for name in ("kind", "source", "target", "flag", "layer", "columns")),
         *((name, c_int32) for name in ("gated", "window", "rotary_half")),
         *((name, c_float) for name in ("eps", "attention_scale")),
-        ("unused", c_int32),
+        ("accumulates", c_int32),
         ("matrix", POINTER(Matrix)),
         *((name, c_void_p) for name in ("weight", "bias", "rope_table")),
     )
@@ -155,7 +155,7 @@ def load_library(path: Path) -> CDLL:
             function.restype, function.argtypes = result, arguments
     except (OSError, AttributeError) as error:
         raise LibraryError(f"{path}: cannot be loaded ({error})") from None
-    expected_sizes = sum(ctypes.sizeof(each) * 1000**i for i, each in enumerate((Matrix, Operation, Shape)))
+    expected_sizes = sum(ctypes.sizeof(each) * 1000**i for i, each in enumerate((Matrix, NativeOperation, Shape)))
     if library.ink_sizes() != expected_sizes:
         raise LibraryError(f"{path}: has a different interface, because it was built from other sources")
     return library

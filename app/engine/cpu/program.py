@@ -13,11 +13,10 @@ from typing import Any, get_args
 
 import numpy as np
 
-from app.engine.cpu.library import HugepageAllocator, Matrix, Operation, Shape, address_of
+from app.engine.cpu.library import HugepageAllocator, Matrix, NativeOperation, Shape, address_of
 from model.config import Activation, ModelConfig
-from model.nn.decoder_program import BlockOperation, Kind, Register, decoder_program
+from model.decoder_program import Kind, Operation, Register, Weight, decoder_program
 from model.number_formats import Array, as_float32
-from model.parameter_shapes import parameter_shapes
 from model.positions import rope_table, sinusoid_table
 
 ReadTensor = Callable[[str, str], Array]
@@ -26,7 +25,8 @@ LANES = 16
 PANEL = 2 * LANES
 BLOCK = 16
 """Tokens of a cache block, as many as a vector has lanes."""
-_NORMS = {"none": 0, "rmsnorm": 1, "layernorm": 2}
+_FLOATS = (Register.RESIDUAL, Register.QKV)
+_NORMS = {"rmsnorm": 1, "layernorm": 2}
 _ACTIVATIONS = {name: number for number, name in enumerate(get_args(Activation), 1)}
 
 
@@ -55,18 +55,18 @@ class Program:
         """
         self.config, self._library, self._pool, self._int8 = config, library, pool, int8
         self._dtype, self._is_bf16 = dtype, dtype == "bfloat16"
-        self._shapes = parameter_shapes(config)
         self._read, self._is_restored = read, restored is not None
         self.memory = restored or HugepageAllocator()
         """All that depends on the weights; tables of positions are elsewhere."""
         self._keepalive: list[Any] = []
-        self._operations: list[Operation] = []
+        self._operations: list[NativeOperation] = []
         self._rope_tables = {rope: self._kept(rope_table(config, rope)) for rope in config.ropes}
-        self.embedding = self._matrix("embedding", "head_bias" if config.tied_head else "")
-        self.head = self.embedding if config.tied_head else self._matrix("untied_head", "head_bias")
-        for operation in decoder_program(config):
-            self._pack(operation)
-        self._shape = self._make_shape()
+        embed, *self._body, final_norm, head = decoder_program(config)
+        self.head = self._matrix(*head.weights)
+        self.embedding = self.head if config.tied_head else self._matrix(embed.weights[0])
+        for operation in self._body:
+            self._operations.append(self._native(operation))
+        self._shape = self._make_shape(embed, final_norm)
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -76,10 +76,13 @@ class Program:
     @property
     def names(self) -> list[str]:
         """Human-readable name of each operation."""
-        names = {Kind.NORM: "norm", Kind.ROPE_CACHE: "rotate, cache", Kind.ATTENTION: "attention", Kind.ADD: "add"}
-        targets = {Register.QKV: "q, k, v", Register.HIDDEN: "gate, up" if self.config.gated else "up"}
-        out = {Register.NORMED: "out", Register.HIDDEN: "down"}
-        return [names.get(op.kind) or targets.get(op.target) or out[op.source] for op in self._operations]
+        names: dict[Kind | str, str] = {
+            Kind.ROPE_CACHE: "rotate, cache",
+            "qkv": "q, k, v",
+            "up": "gate, up" if self.config.gated else "up",
+        }
+        keys = [op.module.rpartition(".")[2] if op.kind == Kind.LINEAR else op.kind for op in self._body]
+        return [names.get(key) or (key if isinstance(key, str) else key.name.lower()) for key in keys]
 
     @property
     def logits_columns(self) -> int:
@@ -91,28 +94,27 @@ class Program:
         self._shape.cache, self._shape.n_blocks = address_of(cache), cache.shape[2]
         return self._shape
 
-    def _make_shape(self) -> Shape:
-        c = self.config
-        weight, bias = self._norm_addresses("norm") if c.final_norm else (0, 0)
-        operations = (Operation * len(self._operations))(*self._operations)
-        columns = self._columns()
+    def _make_shape(self, embed: Operation, final_norm: Operation) -> Shape:
+        c, columns = self.config, self._columns()
+        weight, bias = self._vectors(final_norm)
+        operations = (NativeOperation * len(self._operations))(*self._operations)
         self._keepalive += [operations, columns]
         return Shape(
             is_bf16=self._is_bf16,
-            n_registers=len(Register),
+            n_registers=len(columns),
             query_heads=c.n_heads,
             kv_heads=c.n_kv_heads,
             head_width=c.head_dim,
             width=c.width,
             n_operations=len(operations),
-            final_norm=_NORMS[c.norm] if c.final_norm else 0,
+            final_norm=_NORMS[c.norm] if final_norm.weights else 0,
             padded_head=padded_head_dim(c),
             embedding_scale=c.embedding_scale,
             soft_cap=c.logit_soft_cap or 0.0,
             eps=c.norm_eps,
             position_embeddings=self._kept(sinusoid_table(c))
             if c.positions == "sinusoidal"
-            else self._vector("position_embedding"),
+            else sum(map(self._vector, embed.weights[1:])),
             embedding=ctypes.pointer(self.embedding),
             head=ctypes.pointer(self.head),
             final_weight=weight,
@@ -126,54 +128,60 @@ class Program:
         heads = c.n_heads * c.head_dim
         qkv = heads + 2 * c.n_kv_heads * c.head_dim
         sizes = (c.width, qkv, max(c.width, heads), c.mlp_width, c.n_heads * padded_head_dim(c), c.width)
-        return (ctypes.c_int32 * len(Register))(*(_round_up(size, PANEL) for size in sizes))
+        return (ctypes.c_int32 * len(sizes))(*(_round_up(size, PANEL) for size in sizes))
 
-    def _pack(self, operation: BlockOperation) -> None:
-        """Appends the operation; a norm that does nothing is left out, or copies the residual stream."""
-        kind, source, target, module, layer = operation
+    def _native(self, operation: Operation) -> NativeOperation:
+        """The operation as the kernels read it, with its weights packed."""
+        kind, config = operation.kind, self.config
         fields: dict[str, Any] = {}
         match kind:
             case Kind.NORM:
-                norm = _NORMS[self.config.norm] if module else 0
-                if target == Register.RESIDUAL and not norm:
-                    return
-                weight, bias = self._norm_addresses(module) if norm else (0, 0)
-                fields = {"flag": norm, "columns": self.config.width, "weight": weight, "bias": bias}
+                weight, bias = self._vectors(operation)
+                norm = _NORMS[config.norm] if weight else 0
+                fields = {"flag": norm, "columns": config.width, "weight": weight, "bias": bias}
             case Kind.LINEAR:
-                gate_rows = 0
-                if target == Register.HIDDEN:
-                    gate_rows = self.config.mlp_width if self.config.gated else 0
-                    fields = {"flag": _ACTIVATIONS[self.config.activation], "gated": self.config.gated}
-                matrix = self._matrix(f"{module}.weight", f"{module}.bias", gate_rows=gate_rows)
-                fields["matrix"] = ctypes.pointer(matrix)
+                is_float = operation.target in _FLOATS
+                assert not (operation.activation if is_float else operation.accumulates), "not in source/steps.h"
+                gate_rows = operation.weights[0].shape[0] // 2 if operation.gated else 0
+                matrix = self._matrix(*operation.weights, gate_rows=gate_rows)
+                flag = _ACTIVATIONS[operation.activation] if operation.activation else 0
+                fields = {"flag": flag, "gated": operation.gated, "matrix": ctypes.pointer(matrix)}
             case Kind.ROPE_CACHE:
-                norms = (self._vector(f"{module}.{name}.weight") for name in ("q_norm", "k_norm"))
-                fields = {"layer": layer} | dict(zip(("weight", "bias"), norms, strict=True))
-                if rope := self.config.layers[layer].rope:
-                    fields |= {
-                        "rotary_half": self.config.rotated_dim(rope) // 2,
-                        "rope_table": self._rope_tables[rope],
-                    }
+                weight, bias = self._vectors(operation)
+                fields = {"weight": weight, "bias": bias}
+                if rope := config.layers[operation.layer].rope:
+                    fields |= {"rotary_half": config.rotated_dim(rope) // 2, "rope_table": self._rope_tables[rope]}
             case Kind.ATTENTION:
-                scaled_by = self.config.head_dim if self.config.attention_scale == "head_dim" else self.config.width
-                window = self.config.layers[layer].window
-                fields = {"layer": layer, "window": window or 0, "attention_scale": scaled_by**-0.5}
+                scaled_by = config.head_dim if config.attention_scale == "head_dim" else config.width
+                window = config.windows[operation.layer]
+                fields = {"window": window or 0, "attention_scale": scaled_by**-0.5}
             case Kind.ADD:
-                fields = {"columns": self.config.width}
-        eps = self.config.norm_eps if kind in (Kind.NORM, Kind.ROPE_CACHE) else 0.0
-        self._operations.append(Operation(kind=kind, source=source, target=target, eps=eps, **fields))
+                fields = {"columns": config.width}
+            case _:
+                raise AssertionError(f"the kernels have no {kind.name}")
+        return NativeOperation(
+            kind=kind,
+            source=operation.source,
+            target=operation.target,
+            layer=operation.layer,
+            accumulates=operation.accumulates,
+            eps=config.norm_eps,
+            **fields,
+        )
 
-    def _norm_addresses(self, norm: str) -> tuple[int, int]:
-        return self._vector(f"{norm}.weight"), self._vector(f"{norm}.bias")
+    def _vectors(self, operation: Operation) -> tuple[int, int]:
+        """Addresses of an operation's first two weights, 0 where it has fewer."""
+        first, second, *_ = *map(self._vector, operation.weights), 0, 0
+        return first, second
 
-    def _matrix(self, weight: str, bias: str, *, gate_rows: int = 0) -> Matrix:
-        n_rows, k = self._shapes[weight]
+    def _matrix(self, weight: Weight, bias: Weight | None = None, *, gate_rows: int = 0) -> Matrix:
+        n_rows, k = weight.shape
         panels = -(-gate_rows // LANES) if gate_rows else -(-n_rows // PANEL)
         rows = None if self._is_restored else _packed_rows(n_rows, gate_rows, panels)
         address = self.memory.allocate(self._library.ink_packed_bytes(panels, k, self._is_bf16, self._int8))
-        scales = None if self._is_restored else self._pack_matrix(weight, gate_rows, panels, address)
+        scales = None if self._is_restored else self._pack_matrix(weight.name, gate_rows, panels, address)
         scale_address = self._stored(panels * PANEL, lambda: _rearranged(scales, rows)) if self._int8 else 0
-        bias_address = self._vector(bias, panels * PANEL, rows)
+        bias_address = self._vector(bias, panels * PANEL, rows) if bias else 0
         steps = -(-k // (2 if self._is_bf16 else 1))
         return Matrix(address, bias_address, scale_address, panels * PANEL, steps, self._int8)
 
@@ -190,17 +198,15 @@ class Program:
         )
         return scales
 
-    def _vector(self, name: str, size: int = 0, rows: list[int] | None = None) -> int:
-        """Address of a parameter in float32, padded to whole vectors, or arranged as `rows` says; 0 if there is none.
+    def _vector(self, weight: Weight, size: int = 0, rows: list[int] | None = None) -> int:
+        """Address of a parameter in float32, padded to whole vectors, or arranged as `rows` says.
 
         size: numbers of the result, if they are arranged.
         """
-        if name not in self._shapes:
-            return 0
-        size = size or _round_up(math.prod(self._shapes[name]), LANES)
+        size = size or _round_up(math.prod(weight.shape), LANES)
 
         def numbers() -> Array:
-            array = as_float32(self._read(name, self._dtype)).reshape(-1)
+            array = as_float32(self._read(weight.name, self._dtype)).reshape(-1)
             return _rearranged(array, rows) if rows else np.pad(array, (0, size - array.size))
 
         return self._stored(size, numbers)

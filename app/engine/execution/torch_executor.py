@@ -25,6 +25,7 @@ from torch import Tensor
 from app.common.types import BatchPlan, Chunk
 from app.engine.memory.memory_plan import TILE
 from model.nn.attention import CrossAttend, masked_positions
+from model.nn.interpreter import Interpreter
 from model.nn.layers import cache_attributes
 from model.nn.transformer import Decoder
 
@@ -212,7 +213,7 @@ class TorchExecutor:
         """attend_sources: for a model with an encoder, EncoderCache.attend() of encoder_cache.py."""
         cache_attributes(decoder)
         self.config = decoder.config
-        self._decoder = decoder
+        self._decoder, self._interpret = decoder, Interpreter(decoder)
         self._cache = KVCache(decoder, blocks=blocks, block_size=block_size)
         self._attend_sources = attend_sources
         self._hidden_TD = torch.empty(0)
@@ -230,7 +231,7 @@ class TorchExecutor:
         tokens_T, positions_T, blocks_T = self._inputs(chunks)
         slots_X = self._cache.slot_rows(blocks_T, positions_T % self._cache.block_size)
         cross = self._attend_sources(groups) if self._attend_sources else None
-        self._hidden_TD = self._decoder(tokens_T, positions_T, _PagedAttend(self._cache, groups, slots_X), cross)
+        self._hidden_TD = self._interpret(tokens_T, positions_T, _PagedAttend(self._cache, groups, slots_X), cross)
         return chunks
 
     @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""Forward pass of a decoder over the tokens of a step: runs model/nn/decoder_program.py with GPU kernels.
+"""Forward pass of a decoder over the tokens of a step: runs model/decoder_program.py with GPU kernels.
 
 Residual sums are fused with the next norm, and the split into heads with rotary positions and the cache write.
 Shape legend: T tokens of the step, D width, V vocabulary, S rows with logits.
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from app.engine.gpu.kernels.interface import AttentionBatch, HeadsSpec, Kernels, NormSpec, RowLookup
 from app.engine.gpu.linears import padded_lm_head
-from model.nn.decoder_program import BlockOperation, Kind, Register, decoder_program
+from model.decoder_program import Kind, Operation, Register, decoder_program
 from model.nn.layers import LayerNorm, RMSNorm, cache_attributes
 from model.nn.transformer import Decoder
 
@@ -32,13 +32,13 @@ class PagedDecoder:
         self._positions_PD = decoder.position_embedding
         self._sinusoids_PD: Tensor | None = decoder._buffers["sinusoids_PD"]
         self._windows = tuple(dict.fromkeys(decoder.config.windows))
+        _embed, *operations, _head = decoder_program(decoder.config)
         modules = {**dict(decoder.named_modules()), "": None}  # which calls the decoder itself ""
         self._operations = [
             (operation, module, self._spec(operation, module, decoder))
-            for operation in decoder_program(decoder.config)
+            for operation in operations
             for module in [modules[operation.module]]
         ]
-        self._norm = _norm_spec(decoder.norm)
 
     def __call__(self, cache: Tensor, lookup: RowLookup, batch: AttentionBatch, out_TD: Tensor) -> None:
         """Writes hidden states after the final norm to `out_TD`, and keys and values to the cache."""
@@ -48,10 +48,12 @@ class PagedDecoder:
         batches = {window: kernels.divide_attention(batch, *heads, window) for window in self._windows}
         values = {stream: self._embed(lookup.tokens_T, positions_T)}
         delta_TD: Tensor | None = None  # the next norm adds it to the residual stream
-        for (kind, source, target, _, layer), module, spec in self._operations:
-            match kind:
+        for operation, module, spec in self._operations:
+            source, target, layer = operation.source, operation.target, operation.layer
+            match operation.kind:
                 case Kind.NORM:
-                    values[stream], values[target] = kernels.add_norm(values[stream], delta_TD, spec)
+                    out = (out_TD,) if target == Register.OUTPUT else ()
+                    values[stream], values[target] = kernels.add_norm(values[stream], delta_TD, spec, *out)
                     delta_TD = None
                 case Kind.ROPE_CACHE:
                     (heads_spec, rope_PC), qkv_TX = spec, values.pop(source)
@@ -62,17 +64,16 @@ class PagedDecoder:
                     values[target] = kernels.attention(values.pop(source), cache[layer], batches[spec], spec).flatten(1)
                 case Kind.LINEAR | Kind.ADD:
                     out_TX = module(values.pop(source)) if module else values.pop(source)
-                    if target == Register.HIDDEN:
-                        out_TX = kernels.gate(out_TX, config.activation, config.gated)
-                    if target != stream:
+                    if operation.activation:
+                        out_TX = kernels.gate(out_TX, operation.activation, operation.gated)
+                    if not operation.accumulates:
                         values[target] = out_TX
                         continue
                     if delta_TD is not None:
                         values[stream] = values[stream] + delta_TD
                     delta_TD = out_TX
-        kernels.add_norm(values[stream], delta_TD, self._norm, out_TD)
 
-    def _spec(self, operation: BlockOperation, module: Any, decoder: Decoder) -> Any:
+    def _spec(self, operation: Operation, module: Any, decoder: Decoder) -> Any:
         """The specification for the kernel of an operation."""
         config, layer = self.config, self.config.layers[operation.layer]
         match operation.kind:
@@ -81,15 +82,16 @@ class PagedDecoder:
             case Kind.ATTENTION:
                 return layer.window
             case Kind.ROPE_CACHE:
+                q_norm, k_norm, *_ = *(decoder.get_parameter(weight.name) for weight in operation.weights), None, None
                 spec = HeadsSpec(
                     n_heads=config.n_heads,
                     n_kv_heads=config.n_kv_heads,
                     head_dim=config.head_dim,
                     turned_dim=config.rotated_dim(layer.rope),
-                    q_norm=module.q_norm.weight if module.q_norm else None,
-                    k_norm=module.k_norm.weight if module.k_norm else None,
+                    q_norm=q_norm,
+                    k_norm=k_norm,
                     eps=config.norm_eps,
-                    q_factor=module.q_factor,
+                    q_factor=config.q_factor,
                 )
                 return spec, decoder.rope_table(layer.rope) if layer.rope else None
 

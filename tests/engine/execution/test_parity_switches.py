@@ -3,69 +3,24 @@
 from __future__ import annotations
 
 import random
-from functools import cache
-from itertools import count
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import torch
 
 from app.common.types import Request, SamplingParams
-from model.config import Activation, ConfigError, LayerKind, ModelConfig, Rope
+from model.config import Activation
 from model.nn.layers import ACTIVATIONS
 from model.nn.reference import generate
 from tests.support.engine.parity import expect_parity
-from tests.support.model.tiny_models import round_weights_for, run_all, tiny_config, tiny_decoder, tiny_engine
+from tests.support.model.random_configs import random_config
+from tests.support.model.tiny_models import round_weights_for, run_all, tiny_decoder, tiny_engine
 
 DTYPES = [torch.float32, torch.bfloat16]
 SEEDS = range(3 * len(get_args(Activation)))
-SCALINGS: list[dict[str, Any]] = [
-    {},
-    {"kind": "linear", "factor": 2.5},
-    {"kind": "llama3", "factor": 8.0, "original_context": 64},
-]
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread", "way")]
 one_way = pytest.mark.parametrize("way", ["torch"], indirect=True)
 """For what is not computed by an engine: it would be the same three times."""
-
-
-@cache
-def _config(seed: int) -> ModelConfig:
-    """A random decoder with odd widths and any valid combination of switches."""
-    rng = random.Random(seed)
-    for _ in count():
-        head_dim, kv_heads = (2, 12, 20, 24, 64)[seed % 5], rng.choice([1, 2, 3])
-        ropes = [Rope(dim=rng.choice([None, 2]), **SCALINGS[seed // 4 % 3]), None, Rope(theta=50.0, dim=2)]
-        rng.shuffle(ropes)
-        windows = rng.choice([(None,), (40,), (9, None), (40, 9), (9, 9)])
-        kinds = tuple(dict.fromkeys(LayerKind(window=w, rope=r) for w, r in zip(windows, ropes, strict=False)))
-        heads = kv_heads * rng.choice([1, 2, 3, 4])
-        changes: dict[str, Any] = {
-            "vocab_size": rng.choice([99, 320]),
-            "n_heads": heads,
-            "n_kv_heads": kv_heads,
-            "head_dim": head_dim,
-            "width": rng.choice([33, 50, 96]) if seed % 3 else heads * head_dim,
-            "out_projection": seed % 3 > 0,
-            "mlp_width": rng.choice([0, 33, 70, 256]),
-            "n_layers": rng.choice([1, 2]) if len(kinds) == 1 else 2,
-            "layer_kinds": kinds,
-            "layer_types": tuple(range(len(kinds))) if len(kinds) > 1 else (),
-            "norm": ("rmsnorm", "layernorm", "none")[seed // 2 % 3],
-            "norm_position": rng.choice(["pre", "post"]),
-            "positions": ("none", "learned", "sinusoidal", "none")[seed % 4],
-            "activation": get_args(Activation)[seed // 3 % len(get_args(Activation))],
-            "attention_scale": rng.choice(["head_dim", "width"]),
-            "embedding_scale": rng.choice([1.0, 3.3]),
-            "logit_soft_cap": rng.choice([None, 5.0]),
-        }
-        switches = ("norm_bias", "final_norm", "gated", "qkv_bias", "out_bias", "mlp_bias", "head_bias", "tied_head")
-        switches += ("qk_norm", "parallel_residual")
-        try:
-            return tiny_config(**changes, **{name: rng.random() < 0.5 for name in switches})
-        except ConfigError:
-            continue
-    raise AssertionError
 
 
 def _requests(vocab: int, *, greedy: bool = False) -> list[Request]:
@@ -84,7 +39,7 @@ def _requests(vocab: int, *, greedy: bool = False) -> list[Request]:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_scheduling_does_not_change_a_bit(seed: int, dtype: torch.dtype) -> None:
-    decoder = tiny_decoder(_config(seed), seed=seed, dtype=dtype)
+    decoder = tiny_decoder(random_config(seed), seed=seed, dtype=dtype)
     outcomes = expect_parity(decoder, _requests(decoder.config.vocab_size), tight=9)
     tokens = [event.token for outcome in outcomes.values() for event in outcome.events]
     assert None not in tokens and len(set(tokens)) > 3, "too uniform to detect a difference"
@@ -92,7 +47,7 @@ def test_scheduling_does_not_change_a_bit(seed: int, dtype: torch.dtype) -> None
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_engine_output_equals_that_of_the_oracle(seed: int, way: str) -> None:
-    decoder = tiny_decoder(_config(seed), seed=seed)
+    decoder = tiny_decoder(random_config(seed), seed=seed)
     round_weights_for(way, decoder)
     requests = _requests(decoder.config.vocab_size, greedy=True)
     events = run_all(tiny_engine(decoder, blocks=150, tokens_per_step=40), requests)
@@ -103,7 +58,7 @@ def test_engine_output_equals_that_of_the_oracle(seed: int, way: str) -> None:
 
 @one_way
 def test_random_decoders_cover_both_values_of_every_switch() -> None:
-    configs = [_config(seed) for seed in SEEDS]
+    configs = [random_config(seed) for seed in SEEDS]
     names = ("norm", "positions", "activation", "norm_position", "attention_scale", "head_dim", "tied_head", "qk_norm")
     names += ("parallel_residual", "out_projection", "final_norm", "head_bias", "norm_bias", "gated", "qkv_bias")
     counts = {name: len({getattr(config, name) for config in configs}) for name in names}

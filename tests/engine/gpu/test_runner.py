@@ -29,11 +29,11 @@ from app.engine.startup_checks import check_batch_invariance
 from app.guided.grammar import grammar_from
 from benchmarks.gpu.reference_kernels import ReferenceKernels
 from tests.engine.execution.test_parity import _requests
-from tests.engine.execution.test_parity_switches import _config
 from tests.engine.execution.test_parity_switches import _requests as _few_requests
 from tests.support.engine.mixed_requests import serve
 from tests.support.gpu.emulated_engine import tiny_device_engine, tiny_device_runner
 from tests.support.gpu.kernel_backends import DEVICE, needs_triton
+from tests.support.model.random_configs import random_config
 from tests.support.model.tiny_models import run_all, tiny_decoder, tiny_engine
 
 pytestmark = pytest.mark.slow
@@ -182,7 +182,7 @@ def test_step_without_samples_is_awaited_like_any_other(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("seed", range(12))
 def test_every_kind_of_decoder_gives_the_output_of_torch(seed: int) -> None:
-    decoder = tiny_decoder(_config(seed), seed=seed)
+    decoder = tiny_decoder(random_config(seed), seed=seed)
     requests = [replace(r, max_tokens=8) for r in _few_requests(decoder.config.vocab_size, greedy=True)]
     wanted = run_all(tiny_engine(decoder, blocks=200), requests)
     _assert_same_outputs(run_all(tiny_device_engine(decoder, blocks=200), requests), wanted)

@@ -53,14 +53,17 @@ class Model {
             add({.kind = kRopeCache, .in = kQkv, .layer = layer, .eps = 1e-6f,
                  .weight = is_gpt ? nullptr : floats(kHeadWidth), .bias = is_gpt ? nullptr : floats(kHeadWidth)});
             add({.kind = kAttention, .in = kQueries, .out = kNormed, .layer = layer});
-            add({.kind = kLinear, .in = kNormed, .out = kResidual, .matrix = matrix(kWidth, kHeads * kHeadWidth, 0, is_gpt)});
+            add({.kind = kLinear, .in = kNormed, .out = kResidual, .accumulates = true,
+                 .matrix = matrix(kWidth, kHeads * kHeadWidth, 0, is_gpt)});
             if (variant == 2) add({.kind = kNorm, .in = kResidual, .out = kParallelNormed, .flag = kCopy, .columns = kWidth});
             add({.kind = kNorm, .in = kResidual, .out = kNormed, .flag = is_gpt ? kLayer : kRms, .columns = kWidth,
                  .eps = 1e-5f, .weight = floats(kWidth)});
             add({.kind = kLinear, .in = kNormed, .out = kHidden, .flag = activation, .gated = !is_gpt,
                  .matrix = matrix(is_gpt ? kMlp : 2 * kMlp, kWidth, is_gpt ? 0 : kMlp, is_gpt)});
-            add({.kind = kLinear, .in = kHidden, .out = kResidual, .matrix = matrix(kWidth, kMlp, 0, is_gpt)});
-            if (variant == 2) add({.kind = kAdd, .in = kParallelNormed, .out = kResidual, .columns = kWidth});
+            add({.kind = kLinear, .in = kHidden, .out = kResidual, .accumulates = true,
+                 .matrix = matrix(kWidth, kMlp, 0, is_gpt)});
+            if (variant == 2) add({.kind = kAdd, .in = kParallelNormed, .out = kResidual, .columns = kWidth,
+                                   .accumulates = true});
         }
         const float* rope_table = floats(kContext * 16);
         for (InkOperation& operation : operations_) {

@@ -23,7 +23,7 @@ struct InkOperation {
     int32_t layer, columns;
     int32_t gated, window, rotary_half;  // rotary_half: half of the numbers of a head that are rotated, 0 for none
     float eps, attention_scale;
-    int32_t unused;
+    int32_t accumulates;  // whether the result is added to `out`
     const InkMatrix* matrix;
     const float *weight, *bias;  // of a norm; of the norms over query and key heads
     const float* rope_table;     // [context, 2 * rotary_half]

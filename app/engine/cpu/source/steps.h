@@ -189,10 +189,10 @@ class Decoder : public Executor {
         };
         if (is_float(op.out)) {
             float* to = floats(op.out, 0);
-            const bool adds = op.out == kResidual;
+            const bool accumulates = op.accumulates;
             return product([=](int row, int output, const Floats& a, const Floats& b) {
                 float* at = to + row * columns + output;
-                store(at, adds ? load(at) + a : a), store(at + kLanes, adds ? load(at + kLanes) + b : b);
+                store(at, accumulates ? load(at) + a : a), store(at + kLanes, accumulates ? load(at + kLanes) + b : b);
             });
         }
         Number* to = numbers(op.out, 0);

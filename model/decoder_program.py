@@ -1,0 +1,211 @@
+"""The operations of a decoder in the order of its computation, with their registers, weights, shapes and costs.
+
+This list describes a decoder once. Parameter shapes (model/parameter_shapes.py) and costs come from it, torch
+interprets it (model/nn/interpreter.py), app/engine/cpu/program.py packs it for the C++ kernels, and
+app/engine/gpu/decoder.py runs it with Triton's. Training differentiates Block.forward (model/nn/transformer.py),
+the second description; tests/model/nn/test_interpreter.py holds both equal.
+
+    tokens -EMBED-> residual -blocks-> residual -NORM-> output -HEAD-> logits
+
+A block of a pre-norm decoder (`+` accumulates into the target):
+
+    residual -NORM-> normed -LINEAR-> qkv -ROPE_CACHE-> queries -ATTENTION-> normed -LINEAR-> + residual
+    residual -NORM-> normed -LINEAR, activation-> hidden -LINEAR-> + residual
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from enum import IntEnum
+from typing import NamedTuple
+
+from model.config import Activation, ModelConfig
+
+
+class Kind(IntEnum):
+    """Kind of an operation."""
+
+    NORM = 0
+    """Norm of each row; without weights a copy."""
+    LINEAR = 1
+    """Product with the first weight, plus the second one, then the activation."""
+    ROPE_CACHE = 2
+    """Norms query and key heads if it has weights, rotates them, and writes keys and values to the cache."""
+    ATTENTION = 3
+    """Attention of the layer's queries over its cache."""
+    ADD = 4
+    """A copy, which accumulates."""
+    CROSS_ATTENTION = 5
+    """Attention over the encoder's output; the weights compute keys and values once for each source."""
+    EMBED = 6
+    """Rows of the first weight, one for each token, plus rows of the second one, one for each position."""
+    HEAD = 7
+    """LINEAR from hidden states to logits, of the rows that are sampled or scored."""
+
+
+class Register(IntEnum):
+    """Buffer that an operation reads or writes; it has one row for each token of the step."""
+
+    RESIDUAL = 0
+    QKV = 1
+    NORMED = 2
+    HIDDEN = 3
+    QUERIES = 4
+    PARALLEL_NORMED = 5
+    TOKENS = 6
+    OUTPUT = 7
+    """Hidden states after the final norm."""
+    LOGITS = 8
+
+
+class Weight(NamedTuple):
+    """A parameter by its name in the state dict of a Decoder."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+class Operation(NamedTuple):
+    """One operation of a decoder."""
+
+    kind: Kind
+    source: Register
+    target: Register
+    weights: tuple[Weight, ...] = ()
+    layer: int = 0
+    """Index of the block, in which the cache, the window and the rotation are found."""
+    accumulates: bool = False
+    """Whether the result is added to the target."""
+    activation: Activation | None = None
+    """Applied to the result."""
+    gated: bool = False
+    """Whether the result is activation(first half) * second half."""
+
+    @property
+    def module(self) -> str:
+        """Name of the Decoder's module that holds the weights; empty if it has none."""
+        return self.weights[0].name.rpartition(".")[0] if self.weights else ""
+
+
+class Cost(NamedTuple):
+    """What an operation costs for one row; bytes depend on number formats, which the caller knows."""
+
+    parameters: int
+    """Numbers of the weights, which one step reads once."""
+    flops: int
+    """Floating-point operations of products, two for each multiplication and addition."""
+    cached: int
+    """Numbers of the cache that attention reads."""
+    numbers: int
+    """Numbers that an operation without products writes."""
+
+
+def decoder_program(config: ModelConfig) -> list[Operation]:
+    """All operations of a decoder."""
+    embedding, width = Weight("embedding", (config.vocab_size, config.width)), config.width
+    positions = (Weight("position_embedding", (config.context, width)),) if config.positions == "learned" else ()
+    matrix = embedding if config.tied_head else Weight("untied_head", embedding.shape)
+    bias = (Weight("head_bias", (config.vocab_size,)),) if config.head_bias else ()
+    norm = norm_weights(config, "norm") if config.final_norm else ()
+    return [
+        Operation(Kind.EMBED, Register.TOKENS, Register.RESIDUAL, (embedding, *positions)),
+        *_blocks(config, "blocks", config.n_layers, cross=config.n_encoder_layers > 0),
+        Operation(Kind.NORM, Register.RESIDUAL, Register.OUTPUT, norm),
+        Operation(Kind.HEAD, Register.OUTPUT, Register.LOGITS, (matrix, *bias)),
+    ]
+
+
+def encoder_program(config: ModelConfig) -> list[Operation]:
+    """The operations that an encoder has of its own, after the embedding, which it shares with the decoder."""
+    if not config.n_encoder_layers:
+        return []
+    norm = norm_weights(config, "encoder_norm") if config.final_norm else ()
+    blocks = _blocks(config, "encoder_blocks", config.n_encoder_layers)
+    return [*blocks, Operation(Kind.NORM, Register.RESIDUAL, Register.OUTPUT, norm)]
+
+
+def norm_weights(config: ModelConfig, name: str) -> tuple[Weight, ...]:
+    """Weights of a norm over the width; none if it does nothing."""
+    if config.norm == "none":
+        return ()
+    names = ("weight", "bias") if config.norm_bias else ("weight",)
+    return tuple(Weight(f"{name}.{each}", (config.width,)) for each in names)
+
+
+def cost(config: ModelConfig, operation: Operation, context: float) -> Cost:
+    """Cost of one row at `context` tokens, which ATTENTION reads as far as the layer's window reaches."""
+    parameters = sum(math.prod(weight.shape) for weight in operation.weights)
+    heads, kv_heads = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+    match operation.kind:
+        case Kind.LINEAR | Kind.HEAD:
+            return Cost(parameters, 2 * math.prod(operation.weights[0].shape), 0, 0)
+        case Kind.ATTENTION | Kind.CROSS_ATTENTION:
+            window = config.windows[operation.layer] if operation.kind == Kind.ATTENTION else None
+            keys = context if window is None else min(context, window)
+            return Cost(parameters, int(4 * heads * keys), int(2 * kv_heads * keys), 0)
+        case Kind.ROPE_CACHE:
+            return Cost(parameters, 0, 0, heads + 2 * kv_heads)
+        case Kind.EMBED:  # it reads one row of each weight
+            return Cost(len(operation.weights) * config.width, 0, 0, config.width)
+    return Cost(parameters, 0, 0, config.width)
+
+
+def _blocks(config: ModelConfig, name: str, count: int, *, cross: bool = False) -> Iterator[Operation]:
+    for layer in range(count):
+        block = _block(config, f"{name}.{layer}", cross=cross)
+        yield from (operation._replace(layer=layer) for operation in block)
+
+
+def _block(config: ModelConfig, name: str, *, cross: bool) -> Iterator[Operation]:
+    is_post, is_parallel = config.norm_position == "post", config.parallel_residual
+    residual, normed, attention = Register.RESIDUAL, Register.NORMED, f"{name}.attention"
+    heads, kv_heads = config.n_heads * config.head_dim, 2 * config.n_kv_heads * config.head_dim
+
+    def before(norm: str, target: Register = normed) -> Operation:
+        return Operation(Kind.NORM, residual, target, () if is_post else norm_weights(config, f"{name}.{norm}"))
+
+    def after(norm: str) -> Iterator[Operation]:
+        if is_post:
+            yield Operation(Kind.NORM, residual, residual, norm_weights(config, f"{name}.{norm}"))
+
+    yield before("norm_attention")
+    if is_parallel:
+        yield before("norm_mlp", Register.PARALLEL_NORMED)
+    yield _linear(f"{attention}.qkv", normed, Register.QKV, heads + kv_heads, config.width, bias=config.qkv_bias)
+    head_norms = ("q_norm", "k_norm") if config.qk_norm else ()
+    norms = tuple(Weight(f"{attention}.{norm}.weight", (config.head_dim,)) for norm in head_norms)
+    yield Operation(Kind.ROPE_CACHE, Register.QKV, Register.QUERIES, norms)
+    yield Operation(Kind.ATTENTION, Register.QUERIES, normed)
+    yield _out(config, attention)
+    yield from after("norm_attention")
+    if cross:
+        yield before("norm_cross")
+        yield _linear(f"{name}.cross.q", normed, Register.QKV, heads, config.width, bias=config.qkv_bias)
+        keys = _linear(f"{name}.cross.kv", normed, normed, kv_heads, config.width, bias=config.qkv_bias)
+        yield Operation(Kind.CROSS_ATTENTION, Register.QKV, normed, keys.weights)
+        yield _out(config, f"{name}.cross")
+        yield from after("norm_cross")
+    if config.mlp_width:
+        if not is_parallel:
+            yield before("norm_mlp")
+        source, rows = Register.PARALLEL_NORMED if is_parallel else normed, config.mlp_width * (1 + config.gated)
+        up = _linear(f"{name}.mlp.up", source, Register.HIDDEN, rows, config.width, bias=config.mlp_bias)
+        yield up._replace(activation=config.activation, gated=config.gated)
+        down = _linear(f"{name}.mlp.down", Register.HIDDEN, residual, config.width, config.mlp_width, config.mlp_bias)
+        yield down._replace(accumulates=True)
+        yield from after("norm_mlp")
+
+
+def _out(config: ModelConfig, attention: str) -> Operation:
+    """Adds what attention computed to the residual stream."""
+    if not config.out_projection:
+        return Operation(Kind.ADD, Register.NORMED, Register.RESIDUAL, accumulates=True)
+    rows, columns = config.width, config.n_heads * config.head_dim
+    out = _linear(f"{attention}.out", Register.NORMED, Register.RESIDUAL, rows, columns, bias=config.out_bias)
+    return out._replace(accumulates=True)
+
+
+def _linear(name: str, source: Register, target: Register, rows: int, columns: int, bias: bool) -> Operation:
+    weights = (Weight(f"{name}.weight", (rows, columns)), Weight(f"{name}.bias", (rows,)))
+    return Operation(Kind.LINEAR, source, target, weights if bias else weights[:1])
