@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -30,22 +30,6 @@ MAX_LAYER_KINDS = 64
 
 class ConfigError(ValueError):
     """An invalid decoder configuration; the message names the field to change."""
-
-
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "gpt_neox", "inkstream")
-"""Values of model_type that model/families reads; a check of config.json alone needs no torch."""
-
-
-def check_model_type(raw: Mapping[str, Any]) -> None:
-    """Rejects a config.json of another architecture, or of quantized weights. Raises ConfigError."""
-    name = raw.get("model_type")
-    if not isinstance(name, str) or name not in MODEL_TYPES:
-        problem = "has no model_type" if name is None else f"model_type {name!r} is not supported"
-        raise ConfigError(f"{problem}; supported: {', '.join(MODEL_TYPES)}")
-    if raw.get("quantization_config"):
-        raise ConfigError(
-            "quantized weights (quantization_config) are not supported; use the float32, float16 or bfloat16 weights"
-        )
 
 
 _annotations: Callable[[Any], dict[str, Any]] = functools.cache(partial(get_type_hints, include_extras=True))

@@ -37,7 +37,8 @@ from model.checkpoint.hub import COMMIT, HubModel
 from model.checkpoint.hub_metadata import MAX_INFO_BYTES, MetadataError, RemoteFile, RemoteModel, parse_model_info
 from model.checkpoint.hub_transfer import TooSlow, TransferError, fetch_file, fetch_info
 from model.checkpoint.tensor_index import INDEX_FILE, WEIGHTS_FILE, adapter_problem, missing_file, remedy, shard_names
-from model.config import ConfigError, check_model_type
+from model.config import ConfigError
+from model.families.registry import read_config
 from model.files import CheckpointError, read_json, write_file
 
 _LOGIN = "set HF_TOKEN to an access token of your account, or run hf auth login"
@@ -109,7 +110,7 @@ def _download(named: HubModel, folder: Path, info: RemoteModel, say: _Say) -> Pa
         _fetch_files(named, folder, info.commit, small)
         blobs = {file.name: folder / "blobs" / file.etag for file in info.files}
         try:
-            check_model_type(read_json(blobs["config.json"]))
+            read_config(read_json(blobs["config.json"]))
         except ConfigError as error:
             raise CheckpointError(f"{named}: config.json: {error}") from None
         shards = {WEIGHTS_FILE} if WEIGHTS_FILE in blobs else shard_names(blobs[INDEX_FILE])

@@ -9,7 +9,7 @@ import contextlib
 from dataclasses import MISSING, asdict, fields
 from typing import Any
 
-from model.config import MAX_LAYER_KINDS, MODEL_TYPES, ConfigError, LayerKind, ModelConfig, Rope, check_model_type
+from model.config import MAX_LAYER_KINDS, ConfigError, LayerKind, ModelConfig, Rope
 from model.families.gpt2 import GPT2
 from model.families.gpt_neox import GPT_NEOX
 from model.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
@@ -63,12 +63,25 @@ NATIVE = FamilySpec(name="inkstream", architecture="InkstreamDecoder", read=_rea
 
 
 _FAMILIES = {family.name: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, GPT2, GPT_NEOX, NATIVE)}
-assert _FAMILIES.keys() == set(MODEL_TYPES), "MODEL_TYPES of model/config.py lists the families"
+MODEL_TYPES = tuple(_FAMILIES)
+"""Values of model_type that can be read."""
+
+
+def _check_model_type(raw: Raw) -> None:
+    """Rejects a config.json of another architecture, or of quantized weights. Raises ConfigError."""
+    name = raw.get("model_type")
+    if not isinstance(name, str) or name not in MODEL_TYPES:
+        problem = "has no model_type" if name is None else f"model_type {name!r} is not supported"
+        raise ConfigError(f"{problem}; supported: {', '.join(MODEL_TYPES)}")
+    if raw.get("quantization_config"):
+        raise ConfigError(
+            "quantized weights (quantization_config) are not supported; use the float32, float16 or bfloat16 weights"
+        )
 
 
 def read_config(raw: Raw) -> tuple[FamilySpec, ModelConfig]:
     """Family and config of a config.json (keys of transformers 4 and 5). Raises ConfigError."""
-    check_model_type(raw)
+    _check_model_type(raw)
     family = _FAMILIES[raw["model_type"]]
     try:
         return family, _read(family, raw)

@@ -10,13 +10,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from model.config import Activation, ConfigError, ModelConfig, Rope, check_field
+from model.config import Activation, ConfigError, LayerKind, ModelConfig, Rope, check_field
 from model.parameter_shapes import parameter_shapes
 
 Raw = Mapping[str, Any]
 Shape = tuple[int, ...]
 Tensor = Any
 """A torch.Tensor or a numpy array."""
+_MAX_LAYERS = 4096
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
@@ -68,7 +69,7 @@ class FamilySpec:
     """Names of redundant buffers that older exporters stored."""
 
     def mappings(self, config: ModelConfig) -> list[TensorMapping]:
-        """Each tensor of the Decoder, in the order of its state dict."""
+        """Each tensor of the Decoder, in the order of the computation."""
         mappings = []
         for target, (rows, *columns) in parameter_shapes(config).items():
             sources = self._sources(target)
@@ -168,6 +169,16 @@ def write_rope(rope: Rope) -> dict[str, Any]:
         "rope_scaling": None if rope.kind == "default" else keys,
         "rope_parameters": {**keys, "rope_theta": rope.theta},
     }
+
+
+def read_layers(n_layers: int, kind_of: Callable[[int], LayerKind]) -> dict[str, Any]:
+    """layer_kinds and layer_types of a ModelConfig, from the kind of the layer with each index. Raises ConfigError."""
+    if n_layers > _MAX_LAYERS:  # the file may ask for billions
+        raise ConfigError(f"{n_layers} layers of several kinds are not supported, at most {_MAX_LAYERS}")
+    kinds = [kind_of(layer) for layer in range(n_layers)]
+    different = tuple(dict.fromkeys(kinds))
+    types = tuple(map(different.index, kinds)) if len(different) > 1 else ()
+    return {"layer_kinds": different, "layer_types": types}
 
 
 _DERIVED = {"n_kv_heads", "head_dim", "mlp_width"}

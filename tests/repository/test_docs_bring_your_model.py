@@ -19,8 +19,7 @@ from torch import nn
 
 from app.__main__ import main as inkstream
 from model.checkpoint.checkpoint import load
-from model.config import MODEL_TYPES
-from model.families.registry import read_config
+from model.families.registry import MODEL_TYPES, read_config
 from model.nn.reference import logits
 from model.nn.transformer import Decoder
 from model.presets import preset

@@ -8,9 +8,9 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from model.config import MODEL_TYPES, Activation, ConfigError, LayerKind, ModelConfig, Rope
-from model.families.registry import family_of, read_config, write_config
-from model.families.spec import ACTIVATION_NAMES
+from model.config import Activation, ConfigError, LayerKind, ModelConfig, Rope
+from model.families.registry import MODEL_TYPES, family_of, read_config, write_config
+from model.families.spec import ACTIVATION_NAMES, read_layers
 from model.nn.transformer import Decoder
 from tests.support.lazy_modules import transformers
 from tests.support.model.hub_checkpoints import CASES, FAMILIES, family_name, reference_model
@@ -264,3 +264,12 @@ def test_impossible_layouts_of_version_0_2_are_refused(old: dict[str, Any], word
     raw = {k: v for k, v in asdict(tiny_config()).items() if k not in ("layer_kinds", "layer_types", "positions")}
     with pytest.raises(ConfigError, match=words):
         read_config({"model_type": "inkstream", **raw, **old})
+
+
+def test_layers_of_several_kinds_are_described_once_each() -> None:
+    local, everywhere = LayerKind(window=16, rope=Rope()), LayerKind(rope=Rope(theta=1e6))
+    mixed = read_layers(4, lambda layer: everywhere if layer % 2 else local)
+    assert mixed == {"layer_kinds": (local, everywhere), "layer_types": (0, 1, 0, 1)}
+    assert read_layers(4, lambda _: local) == {"layer_kinds": (local,), "layer_types": ()}
+    with pytest.raises(ConfigError, match=r"^2147483647 layers of several kinds are not supported, at most 4096$"):
+        read_layers(2**31 - 1, lambda _: local)
