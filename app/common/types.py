@@ -287,15 +287,28 @@ class Sequence:
 
 
 class Chunk(Struct, frozen=True, gc=False):
-    """Computes tokens[start:stop] of a sequence; if stop is its end, samples a new token."""
+    """Computes tokens[start:stop] of a sequence; if stop is its end, samples new tokens."""
 
     sequence: Sequence
     start: int
     stop: int
+    sample_from: int | None = None
+    """Index in the sequence's tokens of the first row that is sampled, and with it all rows from there to `stop`.
+
+    None: the last row alone. Otherwise it is the row of the last known token; the rows after it compute tokens that are
+    expected to follow. The values that a dropped row has written stay in its slot until another row overwrites them.
+    """
+
+    @property
+    def sampled_rows(self) -> range:
+        """Indices in the sequence's tokens of the rows that are sampled."""
+        if not self.samples:
+            return range(0)
+        return range(self.stop - 1 if self.sample_from is None else self.sample_from, self.stop)
 
     @property
     def samples(self) -> bool:
-        """Whether a token is sampled after this chunk (with max_tokens 0 only to check that the logits are finite)."""
+        """Whether rows of this chunk are sampled (with max_tokens 0 only to check that the logits are finite)."""
         return self.stop >= len(
             self.sequence.tokens
         )  # stable from plan() to commit(), even if other steps commit in between
@@ -345,8 +358,8 @@ MASK_NOT_READY = SampledToken(None)
 class StepResult(Struct, frozen=True):
     """Results of a step by request id."""
 
-    sampled: Mapping[str, SampledToken] = {}
-    """For each request whose chunk samples."""
+    sampled: Mapping[str, tuple[SampledToken, ...]] = {}
+    """For each request whose chunk samples: one entry for each of Chunk.sampled_rows, in their order."""
     scores: Mapping[str, tuple[TokenScore, ...] | None] = {}
     """For each request whose chunk scores prompt tokens; None if the logits were not finite."""
     failed: Mapping[str, str] = {}

@@ -192,9 +192,13 @@ def _last_bit(scores: dict[str, tuple[TokenScore, ...] | None]) -> dict[str, tup
     return {name: tuple((nextafter(own, 0), top) for own, top in each or ()) for name, each in scores.items()}
 
 
-def _other_token(drawn: dict[str, SampledToken]) -> dict[str, SampledToken]:
+def _other_token(drawn: dict[str, tuple[SampledToken, ...]]) -> dict[str, tuple[SampledToken, ...]]:
     """The logits are right but the tokens are wrong."""
-    return drawn if len(drawn) < 3 else {name: msgspec.structs.replace(each, token=5) for name, each in drawn.items()}
+    return (
+        drawn
+        if len(drawn) < 3
+        else {name: (msgspec.structs.replace(each, token=5),) for name, (each,) in drawn.items()}
+    )
 
 
 def _break(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, break_it: Callable[[Any], Any]) -> None:

@@ -45,7 +45,7 @@ class FakeRunner:
         for chunk in plan.chunks:
             request = chunk.sequence.request
             if chunk.samples:
-                drawn[request.id] = self._draw(request, chunk.sequence.tokens)
+                drawn[request.id] = (self._draw(request, chunk.sequence.tokens),)
             if positions := chunk.scores:
                 count = request.prompt_logprobs or 0
                 scores[request.id] = tuple(_score(request.prompt[position], count) for position in positions)

@@ -129,7 +129,7 @@ class FaultIsolation:
         return result
 
     def _run_one_by_one(self, plan: BatchPlan) -> StepResult:
-        sampled: dict[str, SampledToken] = {}
+        sampled: dict[str, tuple[SampledToken, ...]] = {}
         scores: dict[str, tuple[TokenScore, ...] | None] = {}
         failed: dict[str, str] = {}
         for chunk in plan.chunks:

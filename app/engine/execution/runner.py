@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence as Items
+from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 from app.common.fault_injection import fault
-from app.common.types import BatchPlan, Chunk, Request, SampledToken, Sequence, StepResult, TokenScore
+from app.common.types import MASK_NOT_READY, BatchPlan, Chunk, Request, SampledToken, Sequence, StepResult, TokenScore
 from app.engine.execution.engine import AsyncStepRunner, StepRunner
 from app.engine.execution.warmup_batches import dummies
 from app.engine.sampling.parameters import SamplingInput
@@ -108,12 +110,14 @@ class Runner:
         for rows, length in ((1, 1), (min(8, max_rows), 1), (1, min(128, self.compute.config.context))):
             self.run(dummies(rows, length, source=(0,) if self.compute.config.n_encoder_layers else ()))
 
-    def _draw(self, chunks: Items[Chunk]) -> dict[str, SampledToken]:
+    def _draw(self, chunks: Items[Chunk]) -> dict[str, tuple[SampledToken, ...]]:
         last_rows, sampling, end = [], [], 0
         for chunk in chunks:
             sequence, stop = chunk.sequence, chunk.stop
             end += stop - chunk.start
             if stop >= len(sequence.tokens):  # chunk.samples
+                if chunk.sample_from is not None:
+                    return self._draw_several(chunks)
                 last_rows.append(end - 1)
                 sampling.append(sequence)
         if not sampling:
@@ -121,20 +125,53 @@ class Runner:
         logits_SV = self.compute.logits(last_rows)
         if sampling != self._sampled_rows.sequences:
             self._sampled_rows = SampledRows(sampling)
-            self._inputs = [_sampling_input(sequence, None) for sequence in sampling]
+            self._inputs = [_sampling_input(sequence, sequence.tokens, None) for sequence in sampling]
         rows = self._sampled_rows
-        if not (rows.is_guided and self.grammars):
-            return dict(zip(rows.ids, self._sample(sampling, self._inputs, logits_SV), strict=True))
-        allowed = self.grammars.allowed(sampling)
-        decided = {id_: mask for id_, mask in zip(rows.ids, allowed, strict=True) if isinstance(mask, SampledToken)}
+        if rows.is_guided and self.grammars:
+            tokens, allowed = [sequence.tokens for sequence in sampling], self.grammars.allowed(sampling)
+            sampled = self._sample_allowed(sampling, tokens, allowed, logits_SV)
+        else:
+            sampled = self._sample(sampling, self._inputs, logits_SV)
+        return dict(zip(rows.ids, zip(sampled), strict=True))
+
+    def _draw_several(self, chunks: Items[Chunk]) -> dict[str, tuple[SampledToken, ...]]:
+        """Does what _draw() does for a step in which a chunk says from where on its rows are sampled.
+
+        Of a guided sequence only the first of them is sampled: the masks of the others depend on its token.
+        """
+        drawn, indices, end = [chunk for chunk in chunks if chunk.samples], list[int](), 0
+        for chunk in chunks:
+            end += chunk.stop - chunk.start
+            indices += [end - chunk.stop + row for row in chunk.sampled_rows]
+        logits_SV, first_rows = self.compute.logits(indices), [chunk.sequence for chunk in drawn]
+        masks = self.grammars.allowed(first_rows) if self.grammars else [None] * len(drawn)
+        assert all(chunk.stop <= len(chunk.sequence.tokens) for chunk in drawn), "sampled rows need known tokens"
+        sequences = [chunk.sequence for chunk in drawn for _ in chunk.sampled_rows]
+        tokens = [chunk.sequence.tokens[: row + 1] for chunk in drawn for row in chunk.sampled_rows]
+        allowed: list[Array | SampledToken | None] = []
+        for chunk, mask in zip(drawn, masks, strict=True):
+            allowed += [mask, *[None if mask is None else MASK_NOT_READY] * (len(chunk.sampled_rows) - 1)]
+        sampled = iter(self._sample_allowed(sequences, tokens, allowed, logits_SV))
+        return {chunk.sequence.request.id: tuple(islice(sampled, len(chunk.sampled_rows))) for chunk in drawn}
+
+    def _sample_allowed(
+        self,
+        sequences: list[Sequence],
+        tokens: list[array[int]],
+        allowed: list[Array | SampledToken | None],
+        logits_SV: Logits,
+    ) -> list[SampledToken]:
+        """Samples each row with its mask, unless its result is decided without sampling."""
         masks = {row: mask for row, mask in enumerate(allowed) if not isinstance(mask, SampledToken)}
-        if not masks:
-            return decided
-        logits_SV = logits_SV[[*masks]] if decided else logits_SV
-        sampling = [sampling[row] for row in masks]
-        inputs = [_sampling_input(sequence, mask) for sequence, mask in zip(sampling, masks.values(), strict=True)]
-        sampled = self.grammars.accept_tokens(sampling, self._sample(sampling, inputs, logits_SV))
-        return decided | dict(zip([rows.ids[row] for row in masks], sampled, strict=True))
+        if 0 < len(masks) < len(allowed):
+            logits_SV = logits_SV[[*masks]]
+        inputs = [_sampling_input(sequences[row], tokens[row], mask) for row, mask in masks.items()]
+        sequences = [sequences[row] for row in masks]
+        sampled = self._sample(sequences, inputs, logits_SV) if masks else []
+        if self.grammars:
+            sampled = self.grammars.accept_tokens(sequences, sampled)
+        in_turn = iter(sampled)
+        return [mask if isinstance(mask, SampledToken) else next(in_turn) for mask in allowed]
 
     def _sample(self, sequences: list[Sequence], inputs: list[SamplingInput], logits_SV: Logits) -> list[SampledToken]:
         fault("engine.sample", sequences)
@@ -167,6 +204,6 @@ class Runner:
         return tuple(scores)
 
 
-def _sampling_input(sequence: Sequence, mask: Array | None) -> SamplingInput:
+def _sampling_input(sequence: Sequence, tokens: array[int], mask: Array | None) -> SamplingInput:
     request = sequence.request
-    return SamplingInput(request.params, sequence.tokens, sequence.n_prompt, request.stop_ids, mask)
+    return SamplingInput(request.params, tokens, sequence.n_prompt, request.stop_ids, mask)

@@ -84,6 +84,7 @@ def lay_out(chunks: Items[Chunk], rows: Items[int], *, tile_tokens: int) -> Layo
     layout = Layout(inputs, array("i"), array("i"))
     for chunk, row in zip(chunks, rows, strict=True):
         if chunk.samples:
+            assert chunk.sample_from in (None, chunk.stop - 1), "the device samples the last row of a chunk only"
             _add_tokens(inputs, chunk.sequence, row, chunk.stop - 1, chunk.stop, 1)
     for chunk, row in zip(chunks, rows, strict=True):
         first, stop = len(inputs.rows_T) - chunk.start, chunk.stop - chunk.samples

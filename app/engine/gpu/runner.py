@@ -93,12 +93,12 @@ class DeviceRunner:
         rows = flight.sampling
         samples = samples_of(numbers_X, flight.n_drawn, rows.counts)
         if not (rows.is_guided and self._grammars):
-            return StepResult(dict(zip(rows.ids, samples, strict=True)), scores)
+            return StepResult(dict(zip(rows.ids, zip(samples), strict=True)), scores)
         is_open = [request_id not in flight.decided for request_id in rows.ids]
         sequences, samples = [*compress(rows.sequences, is_open)], [*compress(samples, is_open)]
         samples = self._grammars.accept_tokens(sequences, samples)
-        sampled = {sequence.request.id: sample for sequence, sample in zip(sequences, samples, strict=True)}
-        return StepResult(sampled | flight.decided, scores)
+        sampled = flight.decided | {s.request.id: sample for s, sample in zip(sequences, samples, strict=True)}
+        return StepResult({request_id: (sample,) for request_id, sample in sampled.items()}, scores)
 
     def warm_up(self, tokens_per_step: int) -> None:
         """Runs the shapes of real steps, so that no request pays for first calls.

@@ -266,6 +266,11 @@ class BlockAllocator:
         self.pool.invalidate(sequence.blocks)
         self._dirty |= set(sequence.blocks)
 
+    def drop_rows(self, sequence: Sequence, start: int, stop: int) -> None:
+        """Marks the blocks of computed rows that the sequence ends without: their values may not be finite."""
+        size = self.pool.block_size
+        self._dirty |= set(sequence.blocks[start // size : -(-stop // size)] if stop > start else ())
+
     def take_preparations(self) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
         """Returns and resets what the next step must do first: blocks to clear, then (from, to) pairs to copy."""
         clear, copies = tuple(self._clear), tuple(self._copies)

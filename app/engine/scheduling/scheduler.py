@@ -84,6 +84,9 @@ def _leader_of(request: Request, older: Iterable[Sequence]) -> Sequence | None:
 
 _log = logging.getLogger("inkstream")
 _UNVERSIONED = Version("")
+_NOT_SAMPLED = SampledToken(None)
+_NO_ROWS = (_NOT_SAMPLED,)
+"""Results of a chunk that samples no row."""
 NOT_FINITE = "the model's output for this request is not finite"
 
 
@@ -162,7 +165,11 @@ class Scheduler:
         self._in_flight.add(plan)
 
     def commit(self, plan: BatchPlan, result: StepResult) -> StepReport:
-        """Applies the step's results, except for sequences that have ended in the meantime."""
+        """Applies the step's results, except for sequences that have ended in the meantime.
+
+        Rows of a sequence are accepted in order, until one of them ends the sequence or has no mask; the others are
+        dropped: their tokens, and their keys and values, are not part of the sequence.
+        """
         self._in_flight.complete(plan)
         events, scores, failed = list[SampledEvent](), list[PromptScores](), list[RequestFailed]()
         sampled_of, block_size = result.sampled.get, self.pool.block_size
@@ -170,54 +177,63 @@ class Scheduler:
             sequence = chunk.sequence
             if sequence.ended:
                 continue
-            request = sequence.request
-            sampled = sampled_of(request.id)
-            if sampled is None or sampled.token is None or request.prompt_logprobs is not None:
-                self._commit_checks(chunk, sampled, result, scores, failed)
-                if sampled is None or sampled is MASK_NOT_READY or sequence.ended:
-                    continue
-            else:  # most rows: a token and nothing else
-                stop = sequence.num_computed = chunk.stop
-                if stop // block_size > sequence.num_registered:
-                    self._allocator.register_prefix(sequence)
-            if not request.max_tokens:
-                sampled = SampledToken(None, finish=FinishReason.LENGTH)
-            token, finish, tokens = sampled.token, sampled.finish, sequence.tokens
-            index = len(tokens) - sequence.n_prompt
-            if token is not None:
-                tokens.append(token)
-                if token in request.stop_ids:
-                    finish = FinishReason.STOP
-                elif len(tokens) >= sequence.max_length and not sampled.is_undecided:
-                    finish = FinishReason.LENGTH
-            events.append(SampledEvent(request.id, index, token, sampled.logprob, sampled.top, finish))
-            if finish:
-                self._end(sequence)
+            request, tokens = sequence.request, sequence.tokens
+            rows = sampled_of(request.id, _NO_ROWS)
+            sampled = rows[0]
+            while True:
+                token, finish = sampled.token, sampled.finish
+                length = len(tokens)  # the sampled row is the row of the last token
+                if token is None or request.prompt_logprobs is not None:
+                    self._commit_checks(chunk, sampled, result, scores, failed)
+                    if sequence.ended or (token is None and not finish):
+                        break
+                else:  # most rows: a token and nothing else
+                    sequence.num_computed = length
+                    if length // block_size > sequence.num_registered:
+                        self._allocator.register_prefix(sequence)
+                if token is not None:
+                    if token in request.stop_ids:
+                        finish = FinishReason.STOP
+                    elif length + 1 >= sequence.max_length and not sampled.is_undecided:
+                        finish = FinishReason.LENGTH
+                    if finish and not request.max_tokens:
+                        token, finish, sampled = None, FinishReason.LENGTH, _NOT_SAMPLED
+                    else:
+                        tokens.append(token)
+                index = length - sequence.n_prompt
+                events.append(SampledEvent(request.id, index, token, sampled.logprob, sampled.top, finish))
+                if finish:
+                    self._allocator.drop_rows(sequence, length, chunk.stop)
+                    self._end(sequence)
+                if finish or length >= chunk.stop:
+                    break
+                sampled = rows[length - chunk.stop]  # the last row ends where the chunk does
         return StepReport(events=tuple(events), scores=tuple(scores), failed=tuple(failed), counters=self.counters)
 
     def _commit_checks(
         self,
         chunk: Chunk,
-        sampled: SampledToken | None,
+        sampled: SampledToken,
         result: StepResult,
         scores: list[PromptScores],
         failed: list[RequestFailed],
     ) -> None:
-        """Commits a chunk except for its token: part of a prompt, scores, an end, a failure, or a late mask."""
+        """Commits a row except for its token: part of a prompt, scores, an end, a failure, or a late mask."""
         sequence, request_id, positions = chunk.sequence, chunk.sequence.request.id, chunk.scores
         if request_id in result.failed:
             failed.append(self._fail(sequence, result.failed[request_id]))
             return
         if sampled is MASK_NOT_READY:  # a later step computes the row again, with the same result
             return
-        if not (sampled and (sampled.finish or sampled.failure)):  # those logits were not checked for being finite
-            sequence.num_computed = chunk.stop
+        is_sampled = sampled is not _NOT_SAMPLED
+        if not (sampled.finish or sampled.failure):  # those logits were not checked for being finite
+            sequence.num_computed = len(sequence.tokens) if is_sampled else chunk.stop
             self._allocator.register_prefix(sequence)
         scored = result.scores[request_id] if positions else ()
-        if sampled and sampled.failure and scored is not None:
+        if sampled.failure and scored is not None:
             failed.append(RequestFailed(request_id, sampled.failure, is_user_error=True))
             self._end(sequence)
-        elif scored is None or (sampled and sampled.token is None and not sampled.finish):
+        elif scored is None or (is_sampled and sampled.token is None and not sampled.finish):
             failed.append(self._fail(sequence, NOT_FINITE))
         elif scored:
             scores.append(PromptScores(request_id, positions.start, scored))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from functools import partial
 from itertools import cycle
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.common.types import Request, SamplingParams
+from app.common.types import BatchPlan, Chunk, Request, SamplingParams, Sequence
 from app.engine.sampling.parameters import SamplingInput
 from app.engine.sampling.sampler import sample
 from model.config import ModelConfig
@@ -119,6 +120,24 @@ def test_engine_samples_the_tokens_of_the_oracle(shape: tuple[int, int, int, int
 
         expected = generate(decoder, list(request.prompt), request.max_tokens, choose=choose)
         assert [event.token for event in engine_tokens[request.id]] == expected
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_one_chunk_sample_what_they_sample_one_by_one(dtype: torch.dtype) -> None:
+    """Beside a chunk that samples its last row only; all tokens are known, as if they had been guessed."""
+    requests = [msgspec.structs.replace(request, max_tokens=9) for request in _requests(6, seed=3)]
+    decoder, chunks = tiny_decoder(dtype=dtype), list[Chunk]()
+    events = run_all(tiny_engine(decoder, blocks=200), requests)
+    for i, request in enumerate(requests):
+        tokens = array("q", [*request.prompt, *(event.token or 0 for event in events[request.id][:-1])])
+        sequence = Sequence(request=request, tokens=tokens, arrival=i, blocks=array("i", range(20 * i, 20 * i + 20)))
+        chunks.append(Chunk(sequence, 0, len(tokens), len(request.prompt) - 1 if i % 3 else None))
+    sampled = tiny_engine(decoder, blocks=200, tokens_per_step=2000).runner.run(BatchPlan(tuple(chunks))).sampled
+    for chunk in chunks:
+        own = events[chunk.sequence.request.id][-len(chunk.sampled_rows) :]
+        rows = sampled[chunk.sequence.request.id]
+        assert [(row.token, row.logprob, row.top) for row in rows] == [(e.token, e.logprob, e.top) for e in own]
+    assert [len(rows) for rows in sampled.values()] == [1, 9, 9] * 2
 
 
 def test_scores_in_pieces_of_any_size_equal_the_reference(way: str, monkeypatch: pytest.MonkeyPatch) -> None:

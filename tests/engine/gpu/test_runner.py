@@ -349,9 +349,9 @@ def test_trial_row_fits_next_to_the_maximum_of_running_rows() -> None:
     runner = tiny_device_runner(tiny_decoder(), max_running=2)
     running = _sequences(2)
     runner.run(BatchPlan(tuple(Chunk(sequence, 0, 1) for sequence in running)))
-    assert runner.run(dummies(1, 1)).sampled["dummy 0"].token is not None
+    assert runner.run(dummies(1, 1)).sampled["dummy 0"][0].token is not None
     running[0].tokens.append(7)
-    assert runner.run(BatchPlan((Chunk(running[0], 1, 2),))).sampled["r0"].token is not None
+    assert runner.run(BatchPlan((Chunk(running[0], 1, 2),))).sampled["r0"][0].token is not None
 
 
 def test_preempted_sequence_is_uploaded_again() -> None:

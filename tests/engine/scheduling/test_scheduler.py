@@ -116,7 +116,7 @@ def test_zero_max_tokens_finishes_with_length_and_warms_the_cache() -> None:
 def test_unsatisfiable_grammar_is_a_user_error_and_frees_all_blocks() -> None:
     scheduler = make_scheduler(16, 4, 64, 4)
     scheduler.add(_request("r", 9, grammar="any"))
-    report = scheduler.commit(scheduler.plan(), StepResult({"r": SampledToken(None, failure="too complex")}))
+    report = scheduler.commit(scheduler.plan(), StepResult({"r": (SampledToken(None, failure="too complex"),)}))
     assert report.failed == (RequestFailed("r", "too complex", is_user_error=True),) and not report.events
     assert not scheduler.has_work and scheduler.pool.counts.active == 0
 

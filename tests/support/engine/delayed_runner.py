@@ -64,7 +64,7 @@ class DelayedRunner:
         self.before_run(plan)
         self.begun.append(plan)
         result = self.runner.run(plan)
-        self.draws.update(name for name, token in result.sampled.items() if token is not MASK_NOT_READY)
+        self.draws.update(name for name, rows in result.sampled.items() for row in rows if row is not MASK_NOT_READY)
         return result
 
     def launchable(self, plan: BatchPlan) -> bool:
@@ -105,7 +105,7 @@ class DelayedRunner:
             )
         result = self.runner.run(flight.kept)
         drawing = [chunk.sequence for chunk in compress(flight.plan.chunks, flight.samples)]
-        self._drawn = {sequence: result.sampled[sequence.request.id].token or 0 for sequence in drawing}
+        self._drawn = {sequence: result.sampled[sequence.request.id][-1].token or 0 for sequence in drawing}
         return result
 
 
@@ -118,4 +118,4 @@ def _copy(chunk: Chunk) -> Chunk:
     """The chunk with a copy of its sequence."""
     now = chunk.sequence
     then = Sequence(request=now.request, tokens=now.tokens[:], arrival=now.arrival, blocks=now.blocks[:])
-    return Chunk(then, chunk.start, chunk.stop)
+    return Chunk(then, chunk.start, chunk.stop, chunk.sample_from)

@@ -41,18 +41,17 @@ class SimulatedDevice:
         self.copy(plan.copies)
         for chunk in plan.chunks:
             self.prompt_tokens += max(0, min(chunk.stop, len(chunk.sequence.request.prompt)) - chunk.start)
-            for position in range(chunk.start, chunk.stop):
-                self.slots[self._slot(chunk.sequence, position)] = (position, chunk.sequence.tokens[position])
+            self._write(chunk)
         good = [chunk for chunk in plan.chunks if chunk.sequence.request.id != bad]
         spoilt = [chunk for chunk in plan.chunks if chunk not in good and (chunk.samples or chunk.scores)]
         self.poison |= {self._slot(c.sequence, position) for c in spoilt for position in range(c.start, c.stop)}
         for chunk in good:
             own = [(block, offset) for block in chunk.sequence.blocks for offset in range(self.block_size)]
             assert not self.poison.intersection(own), "a poisoned block was not cleared"
-        drawn = {c.sequence.request.id: SampledToken(self._draw(c)) for c in good if c.samples}
+        drawn = {c.sequence.request.id: self._draw(c) for c in good if c.samples}
         scores = {c.sequence.request.id: self._score(c) for c in good if c.scores}
-        drawn |= {c.sequence.request.id: SampledToken(None) for c in spoilt if c.samples}
-        drawn |= dict.fromkeys(late & drawn.keys(), MASK_NOT_READY)
+        drawn |= {c.sequence.request.id: (SampledToken(None),) * len(c.sampled_rows) for c in spoilt if c.samples}
+        drawn |= {name: (MASK_NOT_READY,) * len(drawn[name]) for name in late & drawn.keys()}
         return StepResult(drawn, {**scores, **{c.sequence.request.id: None for c in spoilt if c.scores}})
 
     def copy(self, pairs: tuple[tuple[int, int], ...]) -> None:
@@ -62,20 +61,29 @@ class SimulatedDevice:
                     self.slots[target, offset] = self.slots[source, offset]
                 assert (source, offset) not in self.poison, "a poisoned slot was copied"
 
-    def _draw(self, chunk: Chunk) -> int:
-        return _drawn(chunk.sequence.request, self._read(chunk))
+    def _write(self, chunk: Chunk) -> None:
+        """Computes the rows of a chunk; tokens after the known ones are what the rows before them sample."""
+        sequence, tokens = chunk.sequence, chunk.sequence.tokens[:]
+        for position in range(chunk.start, chunk.stop):
+            if position == len(tokens):
+                tokens.append(_drawn(sequence.request, self._read(sequence, position)))
+            self.slots[self._slot(sequence, position)] = (position, tokens[position])
+
+    def _draw(self, chunk: Chunk) -> tuple[SampledToken, ...]:
+        read = self._read(chunk.sequence, chunk.stop)
+        return tuple(SampledToken(_drawn(chunk.sequence.request, read[: row + 1])) for row in chunk.sampled_rows)
 
     def _score(self, chunk: Chunk) -> tuple[TokenScore, ...]:
         assert all(chunk.start < position <= chunk.stop for position in chunk.scores), (
             "a score of a row that was not computed"
         )
-        request, read = chunk.sequence.request, self._read(chunk)
+        request, read = chunk.sequence.request, self._read(chunk.sequence, chunk.stop)
         return tuple((_scored(request, read, position), ()) for position in chunk.scores)
 
-    def _read(self, chunk: Chunk) -> list[tuple[int, int]]:
-        """Contents of the slots of all positions up to the end of the chunk."""
-        read = [self.slots[self._slot(chunk.sequence, position)] for position in range(chunk.stop)]
-        assert [position for position, _ in read] == list(range(chunk.stop)), "a slot holds another position"
+    def _read(self, sequence: Sequence, length: int) -> list[tuple[int, int]]:
+        """Contents of the slots of the first `length` positions."""
+        read = [self.slots[self._slot(sequence, position)] for position in range(length)]
+        assert [position for position, _ in read] == list(range(length)), "a slot holds another position"
         return read
 
     def _slot(self, sequence: Sequence, position: int) -> tuple[int, int]:
