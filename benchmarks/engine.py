@@ -58,6 +58,7 @@ from model.config import ModelConfig
 from model.files import one_line
 from model.nn.transformer import Decoder
 from model.presets import preset
+from model.weight_formats import weight_format
 
 T = TypeVar("T")
 KERNELS = ("native", "torch")
@@ -288,7 +289,8 @@ class DecodeSteps:
         loaded, self._length = load_library(library), min(CONTEXT_TOKENS, config.context - 1)
         blocks, read = max(rows * (self._length // BLOCK + 1), -(-config.context // BLOCK)), parameter_reader(decoder)
         pool = ThreadPool(loaded, threads)
-        self._compute = NativeCompute(loaded, config, read, pool, dtype="bfloat16", blocks=blocks, int8=int8)
+        stored = weight_format("bfloat16", "int8" if int8 else "none")
+        self._compute = NativeCompute(loaded, config, read, pool, dtype="bfloat16", blocks=blocks, weight_format=stored)
         self._config, self.names = config, self._compute.program.names
 
     def step(self, rows: int) -> tuple[float, float, array[float]]:

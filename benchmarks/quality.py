@@ -28,11 +28,11 @@ from model.files import one_line
 from model.nn.reference import logits
 from model.nn.transformer import Decoder
 from model.tokenizer.tokenizer import Tokenizer
+from model.weight_formats import QUANTIZE, WeightFormat, needs_gpu
 
 Windows = Sequence[tuple[int, ...]]
 Scorer = Callable[[Windows], Iterable[float]]
 """Maps windows to the log-probability of each token but a window's first, in any order."""
-_QUANTIZE: tuple[Literal["none", "int8"], ...] = ("none", "int8")
 _KERNELS: tuple[Literal["torch", "native"], ...] = ("torch", "native")
 
 
@@ -67,14 +67,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _variants(weights: Path, decoder: Decoder) -> Iterator[tuple[str, Scorer]]:
     library = str(find_or_build(None))
     for dtype in ("float32", "bfloat16"):
-        for quantize in _QUANTIZE:
+        for quantize in (each for each in QUANTIZE if not needs_gpu(each)):
             for kernels in _KERNELS:
                 name = f"{kernels} {dtype}{f' {quantize}' if quantize != 'none' else ''}"
                 config = WorkerConfig(
                     weights=str(weights), dtype=dtype, kernels=kernels, library=library, quantize=quantize
                 )
                 yield name, partial(_score, build_engine(config).engine)
-    quantize_decoder(decoder, "fp8")
+    quantize_decoder(decoder, WeightFormat(kind="fp8"))
     yield "emulated bfloat16 fp8", partial(_score_by_reference, decoder)
 
 

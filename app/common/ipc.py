@@ -17,6 +17,7 @@ from msgspec import Struct
 
 from app.common.model_version import Version
 from app.common.types import Request, StepReport
+from model.weight_formats import Quantize
 
 _LENGTH = struct.Struct("<I")
 _HEADER_BYTES = _LENGTH.size
@@ -38,7 +39,7 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, tag="config"):
     cache_dir: str | None = None
     packed_cache_bytes: int = 0
     """Most bytes of packed weights in the cache directory; 0 keeps none."""
-    quantize: Literal["none", "int8", "fp8"] = "none"
+    quantize: Quantize = "none"
     deterministic: bool = False
     """Steps of constant shapes, and a check at startup that results are batch invariant."""
     threads: int = 0

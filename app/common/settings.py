@@ -16,6 +16,8 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from model.weight_formats import Quantize
+
 GROUPS: Mapping[str, str] = {
     "weights": "model",
     "host": "network",
@@ -51,7 +53,7 @@ class Settings(BaseSettings):
     """Device that runs the model; auto uses a GPU if there is one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Number format of weights and KV cache; auto is bfloat16 if the device supports it."""
-    quantize: Literal["none", "int8", "fp8"] = "none"
+    quantize: Quantize = "none"
     """int8 stores weights as 8-bit integers: half the memory, faster with few streams; fp8 also computes in 8 bits, on
     GPUs that support it."""
     max_context: int = Field(0, ge=0, le=2**31 - 1)

@@ -23,6 +23,7 @@ from app.engine.memory.memory_plan import BlockBudget, CacheShape, blocks_on_cpu
 from model.checkpoint.stored_weights import StoredWeights
 from model.machine import describe_cpu, has_native_bfloat16, may_have_gpu
 from model.number_formats import ITEM_BYTES
+from model.weight_formats import needs_gpu, weight_format
 
 Announce = Callable[[str], None]
 _LARGE_BYTES = 256 << 20
@@ -66,7 +67,7 @@ class Backend(Protocol):
 
 def place_without_torch(config: WorkerConfig) -> Placement | None:
     """The CPU, if nothing asks for a GPU and there is none; None where only torch can tell."""
-    if config.quantize == "fp8" or config.device == "cuda" or (config.device != "cpu" and may_have_gpu()):
+    if needs_gpu(config.quantize) or config.device == "cuda" or (config.device != "cpu" and may_have_gpu()):
         return None
     number_format = "bfloat16" if has_native_bfloat16() else "float32"
     dtype = number_format if config.dtype == "auto" else config.dtype
@@ -114,11 +115,18 @@ class CppBackend:
     def start(self, blocks: int, grammars: GrammarTracker, announce: Announce) -> BackendRunners:
         """See Backend.start."""
         announce(WARMING_UP)
-        config, dtype, int8 = self._weights.config, self._cache_shape.dtype, self._config.quantize == "int8"
+        config, dtype = self._weights.config, self._cache_shape.dtype
         threads = ThreadPool(self._library, self.threads)
         restored = self._entry.restore(threads.count) if self._entry else None
         compute = NativeCompute(
-            self._library, config, self._weights.read, threads, dtype=dtype, blocks=blocks, int8=int8, restored=restored
+            self._library,
+            config,
+            self._weights.read,
+            threads,
+            dtype=dtype,
+            blocks=blocks,
+            weight_format=weight_format(dtype, self._config.quantize),
+            restored=restored,
         )
         self._choose_threads(compute, announce)
         sampler = NativeSampler(self._library, config.vocab_size, pool=compute.executor.pool)

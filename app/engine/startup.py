@@ -35,12 +35,13 @@ from model.checkpoint.stored_weights import StoredWeights, find_weights
 from model.config import ModelConfig
 from model.files import sha256
 from model.machine import INSTALL_TORCH, describe_cpu, free_memory
-from model.number_formats import ITEM_BYTES
 from model.parameter_shapes import count_parameters
 from model.tokenizer.tokenizer import Tokenizer
+from model.weight_formats import QUANTIZE, needs_gpu, weight_format
 
 _log, _start_log = logging.getLogger("inkstream"), logging.getLogger(START)
-_NEEDS_TORCH = "a GPU and --quantize fp8 need torch; --device cpu leaves a GPU aside"
+_FOR_GPU = " or ".join(quantize for quantize in QUANTIZE if needs_gpu(quantize))
+_NEEDS_TORCH = f"a GPU and --quantize {_FOR_GPU} need torch; --device cpu leaves a GPU aside"
 _SHARED_PROMPT_TOKENS = 64
 """Prompt tokens of a step on a CPU while API keys are in use, unless --tokens-per-step is given. Eight long prompts of
 one key made another key's first token wait 51 ms with 256, 13 ms with 64. Prefill is as fast with the default weights,
@@ -109,7 +110,7 @@ def _check_memory(config: WorkerConfig, placement: Placement, model: ModelConfig
 
     Files may have holes: 300 GB of zeros take 4 KB of disk.
     """
-    needed = count_parameters(model) * (ITEM_BYTES[placement.dtype] if config.quantize == "none" else 1)
+    needed = weight_format(placement.dtype, config.quantize).n_bytes(count_parameters(model))
     if placement.device == "cpu" and needed > (free := free_memory()):
         raise ValueError(
             f"{config.weights}: the weights take {mib(needed)} of memory, and {mib(free)} are free: free some, or "
@@ -164,7 +165,7 @@ def _limits(config: WorkerConfig, placement: Placement) -> StepLimits:
 def _check_weights(engine: Engine, config: WorkerConfig, weights: StoredWeights, cache_shape: CacheShape) -> str:
     """Checks manifest, finite logits and golden answers; returns the result for the log. Raises ValueError."""
     directory, shape, context = Path(config.weights), weights.config, cache_shape.context
-    number_format = config.quantize if config.quantize != "none" else cache_shape.dtype
+    number_format = weight_format(cache_shape.dtype, config.quantize).kind
     is_whole = check_manifest(directory, weights.hashes)
     check_finite_logits(
         engine, directory, shape, context=context, number_format=number_format, start_id=weights.start_id

@@ -22,10 +22,7 @@ from model.checkpoint.golden import GOLDEN_FILE, read_golden
 from model.checkpoint.tensor_index import INDEX_FILE, WEIGHTS_FILE
 from model.config import ModelConfig
 from model.files import CheckpointError, entry_exists
-
-_TOLERANCES = {"bfloat16": 0.05, "int8": 0.1, "fp8": 0.15}
-"""Largest relative difference due to rounding; measured 0.3 %, 0.8 % and 2.0 % with the default weights, 2 %, 5 % and
-5 % with random weights of large scale (fp8 emulated on a CPU)."""
+from model.weight_formats import KINDS
 
 _TRIAL = "trial prompt"
 _TRIAL_TOKENS = 3
@@ -72,8 +69,8 @@ def check_finite_logits(
 ) -> None:
     """Raises CheckpointError if the engine cannot continue every trial prompt.
 
-    `engine` is idle before and after; `context` is its longest sequence; `number_format` is float32, bfloat16, int8 or
-    fp8; `start_id` is the token that starts a text without a prompt.
+    `engine` is idle before and after; `context` is its longest sequence; `number_format` is the kind of the weights'
+    format; `start_id` is the token that starts a text without a prompt.
     """
     length = min(context, engine.scheduler.pool.block_size + _BEYOND_A_BLOCK)
     spread = tuple(index * (config.vocab_size - 1) // max(1, length - 1) for index in range(length))
@@ -115,7 +112,7 @@ def check_golden(engine: Engine, directory: Path, config: ModelConfig, *, contex
     if failed:
         raise CheckpointError(f"{golden.path}: {_problem(failed[0], number_format)}")
     logprobs = answers[request.id].scores
-    if tolerance := _TOLERANCES.get(number_format):
+    if tolerance := KINDS[number_format].golden_tolerance:
         difference = golden.compare_rounded(logprobs, relative_tolerance=tolerance)
         return f"{GOLDEN_FILE} passed, mean difference {difference:.1e}"
     return f"{GOLDEN_FILE} passed, largest difference {golden.compare(logprobs):.1e}"

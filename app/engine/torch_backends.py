@@ -37,6 +37,7 @@ from model.checkpoint.stored_weights import StoredWeights
 from model.config import ModelConfig
 from model.device import choose_device, choose_dtype, describe, use_row_invariant_products
 from model.nn.transformer import Decoder
+from model.weight_formats import weight_format
 
 
 def place(config: WorkerConfig) -> Placement:
@@ -154,17 +155,18 @@ def choose_backend(
     choice: from app/engine/cpu/toolchain/backend_selection.py.
     """
     _set_up(config)
-    device, kernels, quantize = _device(config), config.kernels, config.quantize
+    device, kernels = _device(config), config.kernels
     dtype: torch.dtype = getattr(torch, cache_shape.dtype)
     decoder = load_decoder(weights, device=device, dtype=dtype)
-    if unquantized := describe_unquantized(decoder, quantize):
+    stored = weight_format(cache_shape.dtype, config.quantize)
+    if unquantized := describe_unquantized(decoder, stored):
         announce(unquantized)
-    if device.type == "cuda" and (kernels != "torch" or quantize != "none"):
+    if device.type == "cuda" and (kernels != "torch" or stored.is_quantized):
         check_triton()
-    if device.type == "cuda" and quantize != "none":
-        quantize_decoder(decoder, quantize, quantized_kernels(device, dtype))
-    elif quantize == "int8":
-        round_weights(decoder)
+    if device.type == "cuda":
+        quantize_decoder(decoder, stored, quantized_kernels(device, dtype))
+    else:
+        round_weights(decoder, stored)
     loaded_backend = partial(_LoadedBackend, decoder=decoder, cache_shape=cache_shape)
     numerics, reason = full_numerics(choice.numerics, cache_shape, config), choice.reason
     if device.type == "cuda" and kernels != "torch":

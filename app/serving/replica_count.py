@@ -26,6 +26,7 @@ from model.config import ModelConfig
 from model.decoder_program import Kind, Operation, cost, decoder_program
 from model.machine import free_memory, has_native_bfloat16, may_have_gpu
 from model.parameter_shapes import count_parameters
+from model.weight_formats import weight_format
 
 _start_log = logging.getLogger(START)
 _OUTPUTS_PER_TASK, _ROWS_PER_TASK = 64, 8  # as in app/engine/cpu/source/steps.h
@@ -160,7 +161,7 @@ def _engines_on_cpu(settings: Settings, topology: Topology, rates: Rates) -> tup
     config, nodes = load_config(settings.weights), len(topology.nodes)
     dtype = settings.dtype if settings.dtype != "auto" else "bfloat16" if has_native_bfloat16() else "float32"
     item_bytes, context = 4 if dtype == "float32" else 2, settings.max_context or config.context
-    size = count_parameters(config) * (1 if settings.quantize == "int8" else item_bytes)
+    size = weight_format(dtype, settings.quantize).n_bytes(count_parameters(config))
     cached = 16 * settings.kv_blocks or context * settings.max_running  # BLOCK of app/engine/cpu/program.py
     size += config.kv_elements_per_token * item_bytes * cached
     most = max(1, int(free_memory() * _MEMORY_SHARE) // size)

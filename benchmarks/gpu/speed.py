@@ -23,6 +23,7 @@ from benchmarks.gpu.machine import least_seconds, synchronize
 from benchmarks.gpu.results import Finding, StageContext, Unsupported
 from model.checkpoint.config_file import load_config
 from model.config import ModelConfig
+from model.weight_formats import KINDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +85,13 @@ def quantized(context: StageContext) -> Iterator[Finding]:
     except EngineStartError as error:
         raise Unsupported(str(error)) from None
     yield from phases.findings()
-    bench = _Bench(engine, replace(shape, context=min(shape.context, 1024)), sizes, context, weight_bytes=1)
+    bench = _Bench(
+        engine,
+        replace(shape, context=min(shape.context, 1024)),
+        sizes,
+        context,
+        weight_bytes=KINDS[context.variant].bits // 8,
+    )
     for finding in chain(map(bench.decode, sizes.rows), map(bench.prefill, sizes.prompt_lengths)):
         baseline = (context.numbers or {}).get(f"speed-8b: {finding.what}")
         assert isinstance(finding.value, float)

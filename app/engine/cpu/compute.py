@@ -19,6 +19,7 @@ from app.engine.cpu.library import HugepageAllocator, Shape, Step, address_of, z
 from app.engine.cpu.program import BLOCK, Program, ReadTensor, padded_head_dim
 from model.config import ModelConfig
 from model.number_formats import Array
+from model.weight_formats import WeightFormat
 
 _SPINS = 2000
 """Polls for work before a thread sleeps: about 20 us, less than the pauses between the operations of a step."""
@@ -60,13 +61,15 @@ class NativeCompute:
         *,
         dtype: str,
         blocks: int,
-        int8: bool = False,
+        weight_format: WeightFormat | None = None,
         restored: HugepageAllocator | None = None,
     ) -> None:
-        """restored: see Program."""
+        """weight_format, restored: see Program."""
         self.config = config
         self._library = library
-        self.program = program = Program(library, config, read, pool.handle, dtype=dtype, int8=int8, restored=restored)
+        self.program = program = Program(
+            library, config, read, pool.handle, dtype=dtype, weight_format=weight_format, restored=restored
+        )
         shape = (self.config.n_layers, 2, blocks + 1, self.config.n_kv_heads, BLOCK * padded_head_dim(self.config))
         self._cache = zeros(shape, program.dtype)
         self._padding_blocks = array("i", [blocks]) * -(-self.config.context // BLOCK)

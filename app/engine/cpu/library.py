@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
-from ctypes import CDLL, POINTER, Structure, c_float, c_int, c_int32, c_long, c_void_p
+from ctypes import CDLL, POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_long, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +88,7 @@ class Matrix(Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("packed", "bias", "scale")),
-        *((name, c_int32) for name in ("outputs", "steps", "is_int8", "unused")),
+        *((name, c_int32) for name in ("outputs", "steps", "format", "unused")),
     )
 
 
@@ -131,9 +131,10 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ink_sizes": (c_int, ()),
     "ink_open_pool": (c_void_p, (c_int, c_int)),
     "ink_close_pool": (None, (c_void_p,)),
+    "ink_format": (c_int, (c_char_p, c_int)),
     "ink_packed_bytes": (c_long, (c_int, c_int, c_int, c_int)),
     "ink_pack": (None, (c_void_p, c_void_p, c_int, c_int, c_int, c_int, c_int, c_int, c_void_p)),
-    "ink_quantize": (None, (c_void_p, c_void_p, c_int, c_int, c_int, c_void_p, c_void_p)),
+    "ink_quantize": (None, (c_void_p, c_void_p, c_int, c_int, c_int, c_int, c_void_p, c_void_p)),
     "ink_open": (c_void_p, (POINTER(Shape), c_void_p)),
     "ink_close": (None, (c_void_p,)),
     "ink_run": (None, (c_void_p, POINTER(Step))),

@@ -18,6 +18,7 @@ from model.config import Activation, ModelConfig
 from model.decoder_program import Kind, Operation, Register, Weight, decoder_program
 from model.number_formats import Array, as_float32
 from model.positions import rope_table, sinusoid_table
+from model.weight_formats import WeightFormat
 
 ReadTensor = Callable[[str, str], Array]
 """Reads a parameter of the decoder in a number format: name, float32 or bfloat16 (as uint16)."""
@@ -46,15 +47,17 @@ class Program:
         pool: int,
         *,
         dtype: str,
-        int8: bool = False,
+        weight_format: WeightFormat | None = None,
         restored: HugepageAllocator | None = None,
     ) -> None:
         """read: called once for each tensor, which is packed before the next one. pool: threads that pack.
 
+        weight_format: of the matrices; None is that of `dtype`.
         restored: one region with what an equal program left in `memory`; then nothing is read or packed.
         """
-        self.config, self._library, self._pool, self._int8 = config, library, pool, int8
+        self.config, self._library, self._pool = config, library, pool
         self._dtype, self._is_bf16 = dtype, dtype == "bfloat16"
+        self._format = weight_format or WeightFormat(kind=dtype)
         self._read, self._is_restored = read, restored is not None
         self.memory = restored or HugepageAllocator()
         """All that depends on the weights; tables of positions are elsewhere."""
@@ -178,23 +181,26 @@ class Program:
         n_rows, k = weight.shape
         panels = -(-gate_rows // LANES) if gate_rows else -(-n_rows // PANEL)
         rows = None if self._is_restored else _packed_rows(n_rows, gate_rows, panels)
-        address = self.memory.allocate(self._library.ink_packed_bytes(panels, k, self._is_bf16, self._int8))
-        scales = None if self._is_restored else self._pack_matrix(weight.name, gate_rows, panels, address)
-        scale_address = self._stored(panels * PANEL, lambda: _rearranged(scales, rows)) if self._int8 else 0
+        number = self._library.ink_format(self._format.kind.encode(), self._is_bf16)
+        assert number >= 0, f"the kernels multiply {self._dtype} with no {self._format.kind}"
+        address = self.memory.allocate(self._library.ink_packed_bytes(panels, k, self._is_bf16, number))
+        scales = None if self._is_restored else self._pack_matrix(weight.name, gate_rows, panels, number, address)
+        has_scales = self._format.is_quantized
+        scale_address = self._stored(panels * PANEL, lambda: _rearranged(scales, rows)) if has_scales else 0
         bias_address = self._vector(bias, panels * PANEL, rows) if bias else 0
         steps = -(-k // (2 if self._is_bf16 else 1))
-        return Matrix(address, bias_address, scale_address, panels * PANEL, steps, self._int8)
+        return Matrix(address, bias_address, scale_address, panels * PANEL, steps, number)
 
-    def _pack_matrix(self, weight: str, gate_rows: int, panels: int, address: int) -> Array | None:
-        """Packs the tensor to `address`; returns the scales of its rows, if they are int8."""
+    def _pack_matrix(self, weight: str, gate_rows: int, panels: int, number: int, address: int) -> Array | None:
+        """Packs the tensor to `address` in the format of this number; returns the scales of its rows, if it has any."""
         numbers, scales = self._read(weight, self._dtype), None
         n_rows, k = numbers.shape
-        if self._int8:
+        if self._format.is_quantized:
             wide, numbers, scales = numbers, np.empty((n_rows, k), np.int8), np.empty(n_rows, np.float32)
             addresses = (address_of(numbers), address_of(scales))
-            self._library.ink_quantize(self._pool, address_of(wide), n_rows, k, self._is_bf16, *addresses)
+            self._library.ink_quantize(self._pool, address_of(wide), n_rows, k, self._is_bf16, number, *addresses)
         self._library.ink_pack(
-            self._pool, address_of(numbers), n_rows, k, gate_rows, panels, self._is_bf16, self._int8, address
+            self._pool, address_of(numbers), n_rows, k, gate_rows, panels, self._is_bf16, number, address
         )
         return scales
 

@@ -1,8 +1,8 @@
-"""Matrix products of a network on a GPU, with unquantized, int8 or fp8 weights.
+"""Matrix products of a network on a GPU, with unquantized, integer or fp8 weights.
 
 Nothing is read back from the device and no shape depends on a value, so a CUDA graph can capture them. Rows are
 independent; but a library selects its tile by their number, so on a GPU the last bits of a row may depend on it (see
---deterministic), except in int8 in steps of up to 64 tokens, whose kernel sums in a fixed order.
+--deterministic), except of integers in steps of up to 64 tokens, whose kernel sums in a fixed order.
 
 quantize_decoder() replaces the products of a decoder with quantized ones. Embeddings are not quantized, and neither is
 a tied LM head, whose matrix is the embedding.
@@ -17,8 +17,8 @@ the vocabulary with its padding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Literal
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,8 +28,8 @@ from app.engine.gpu.triton_loader import REFERENCE_KERNELS, QuantizedKernels
 from app.engine.quantization.quantized_weights import FP8_MULTIPLE, fp8_product, quantize, quantize_fp8_weight
 from model.nn.layers import Linear, product
 from model.nn.transformer import Decoder
+from model.weight_formats import Codes, Quantize, WeightFormat, needs_gpu
 
-Quantize = Literal["none", "int8", "fp8"]
 Product = Callable[..., Tensor]
 """product() of model/nn/layers.py, or a quantized one that owns its weight and ignores the one it is given."""
 _FP8_CAPABILITY = (8, 9)
@@ -38,23 +38,49 @@ _FP8_TORCH = {(8, 9): (2, 12)}
 
 
 def quantized_product(
-    weight: Tensor, bias: Tensor | None, number_format: Quantize, kernels: QuantizedKernels = REFERENCE_KERNELS
+    weight: Tensor, bias: Tensor | None, weight_format: WeightFormat, kernels: QuantizedKernels = REFERENCE_KERNELS
 ) -> Product | None:
     """x [T, K] -> x W^T + b [T, N]. Takes ownership of the weight [N, K]: quantizing frees the original.
 
-    int8 halves the bytes to read. fp8 quantizes activations, too: half the bytes and twice the tensor-core throughput
-    of bfloat16; None if it does not support the sizes (fits_fp8). kernels: see quantized_kernels().
+    Integers of 8 bits halve the bytes to read. fp8 quantizes activations, too: half the bytes and twice the tensor-core
+    throughput of bfloat16. None without quantization, and if the format does not support the sizes (fits). kernels: see
+    quantized_kernels().
     """
-    bias_N = None if bias is None else bias.detach()
-    if number_format == "int8":
-        int8 = quantize(weight)
-        _free(weight)
-        return lambda x_TK, _weight, _bias: kernels.int8_product(x_TK, int8, bias_N)
-    if number_format == "none" or not fits_fp8(weight):
+    if not weight_format.is_quantized or not fits(weight, weight_format):
         return None
+    make_product = _FORMATS[weight_format.facts.codes].make_product
+    return make_product(weight, None if bias is None else bias.detach(), weight_format, kernels)
+
+
+def _integer_product(
+    weight: Tensor, bias_N: Tensor | None, weight_format: WeightFormat, kernels: QuantizedKernels
+) -> Product:
+    integers = quantize(weight, weight_format.facts.largest)
+    _free(weight)
+    return lambda x_TK, _weight, _bias: kernels.int8_product(x_TK, integers, bias_N)
+
+
+def _fp8_product(
+    weight: Tensor, bias_N: Tensor | None, _weight_format: WeightFormat, kernels: QuantizedKernels
+) -> Product:
     fp8 = quantize_fp8_weight(weight)
     _free(weight)
     return lambda x_TK, _weight, _bias: fp8_product(kernels.fp8_rows(x_TK), fp8, bias_N, x_TK.dtype)
+
+
+class _GpuFormat(NamedTuple):
+    """How a GPU multiplies with quantized weights."""
+
+    make_product: Callable[[Tensor, Tensor | None, WeightFormat, QuantizedKernels], Product]
+    """The product with a weight [N, K], which it frees, and a bias."""
+    multiple: int
+    """Rows and columns of a matrix must be multiples of it."""
+
+
+_FORMATS: Mapping[Codes, _GpuFormat] = {
+    "integers": _GpuFormat(_integer_product, 1),  # those of fewer bits take 8, too
+    "e4m3": _GpuFormat(_fp8_product, FP8_MULTIPLE),
+}
 
 
 def _free(weight: Tensor) -> None:
@@ -62,9 +88,9 @@ def _free(weight: Tensor) -> None:
     weight.data = weight.data.new_full((), torch.nan).expand(weight.shape)
 
 
-def fits_fp8(weight: Tensor) -> bool:
-    """Whether the GPU's fp8 product supports the sizes of this matrix."""
-    return not any(size % FP8_MULTIPLE for size in weight.shape)
+def fits(weight: Tensor, weight_format: WeightFormat) -> bool:
+    """Whether the GPU's product in this quantized format supports the sizes of this matrix."""
+    return not any(size % _FORMATS[weight_format.facts.codes].multiple for size in weight.shape)
 
 
 def check_quantize(
@@ -74,8 +100,11 @@ def check_quantize(
     capability: tuple[int, int] | None = None,
     torch_version: str = torch.__version__,
 ) -> None:
-    """Raises ValueError if fp8 is requested but not supported. capability: compute capability of the GPU, if any."""
-    if quantize != "fp8":
+    """Raises ValueError if a format is requested but not supported here: fp8, the only one that needs a GPU.
+
+    capability: compute capability of the GPU, if any.
+    """
+    if not needs_gpu(quantize):
         return
     if device != "cuda":
         raise ValueError(f"--quantize fp8 requires a GPU, and the device is {device}: use --quantize int8 or none")
@@ -121,26 +150,30 @@ def _pad_rows(rows: Tensor) -> Tensor:
     return padded
 
 
-def quantize_decoder(decoder: Decoder, number_format: Quantize, kernels: QuantizedKernels = REFERENCE_KERNELS) -> None:
+def quantize_decoder(
+    decoder: Decoder, weight_format: WeightFormat, kernels: QuantizedKernels = REFERENCE_KERNELS
+) -> None:
     """Quantizes every matrix and frees the original; to be called before cache_attributes()."""
     for owner in decoder.modules():
         if isinstance(owner, Linear):
-            owner.product = quantized_product(owner.weight, owner.bias, number_format, kernels) or product
+            owner.product = quantized_product(owner.weight, owner.bias, weight_format, kernels) or product
     if decoder.untied_head is not None:  # padded_lm_head() handles an unquantized head
-        head = quantized_product(decoder.untied_head, decoder.head_bias, number_format, kernels)
+        head = quantized_product(decoder.untied_head, decoder.head_bias, weight_format, kernels)
         decoder.head_product = head or product
 
 
-def describe_unquantized(decoder: Decoder, quantize: Quantize) -> str | None:
-    """Log message about matrices whose sizes fp8 does not support; None if there are none, or without fp8."""
+def describe_unquantized(decoder: Decoder, weight_format: WeightFormat) -> str | None:
+    """Log message about matrices whose sizes the format does not support; None if there are none."""
+    if not weight_format.is_quantized:
+        return None
     matrices = list(_matrices(decoder))
-    unsupported = [weight for weight in matrices if quantize == "fp8" and not fits_fp8(weight)]
+    unsupported = [weight for weight in matrices if not fits(weight, weight_format)]
     if not unsupported:
         return None
     sizes = ", ".join(sorted({f"{rows} x {columns}" for rows, columns in (weight.shape for weight in unsupported)}))
     return (
-        f"{len(unsupported)} of {len(matrices)} matrices are not quantized: fp8 requires multiples of 16, "
-        f"and their sizes are {sizes}"
+        f"{len(unsupported)} of {len(matrices)} matrices are not quantized: {weight_format.kind} requires multiples of "
+        f"{_FORMATS[weight_format.facts.codes].multiple}, and their sizes are {sizes}"
     )
 
 

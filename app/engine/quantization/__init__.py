@@ -1,5 +1,5 @@
-"""Weights quantized to eight bits, and products with them in torch.
+"""Weights quantized to integers or fp8, and products with them in torch.
 
 Main names: quantize(), round_weights(), dequantized_product(), fp8_product().
-Invariants: int8 is weight-only and symmetric: every backend computes with the same rounded numbers.
+Invariants: integers are weight-only and symmetric: every backend computes with the same rounded numbers.
 """

@@ -1,14 +1,15 @@
-"""Weights with 8 bits and one scale per row, int8 and fp8 (e4m3), and their products in plain torch for any device.
+"""Weights as integers or fp8 (e4m3) with one scale per row, and their products in plain torch for any device.
 
-int8 is symmetric and weight-only: a row's largest value becomes 127 or -127, activations are unchanged. The native
-kernels compute with the integers; torch computes with the same weights, rounded to the same grid and stored in their
-own dtype. A GPU multiplies with the products here where app/engine/gpu/kernels/triton/quantized_products.py does not;
-they are its reference, too. Shape legend: T tokens of the step, K columns, N rows of the weight.
+Integers are symmetric and weight-only: a row's largest value becomes the largest integer of its format or the negative
+(127 and -127 in int8), activations are unchanged. The native kernels compute with the integers; torch computes with the
+same weights, rounded to the same grid and stored in their own dtype: these weights define the format. A GPU multiplies
+with the products here where app/engine/gpu/kernels/triton/quantized_products.py does not; they are its reference, too.
+Shape legend: T tokens of the step, K columns, N rows of the weight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -17,8 +18,8 @@ from torch import Tensor, nn
 
 from model.nn.layers import Linear
 from model.nn.transformer import Decoder
+from model.weight_formats import KINDS, Codes, WeightFormat
 
-_MAX_INT8 = 127
 _PIECE = 1 << 18
 """Elements per piece: its copies stay in a core's cache, while those of a whole matrix are new memory each time."""
 _GPU_PIECE = 1 << 24
@@ -29,41 +30,55 @@ class Quantized(NamedTuple):
     """A matrix [rows, columns]: numbers x scales."""
 
     numbers: Tensor
-    """int8, -127 to 127."""
+    """int8, -largest to largest."""
     scales: Tensor
     """float32 [rows], above 0."""
 
 
-def quantize(weight: Tensor) -> Quantized:
-    """Rounds a matrix to the nearest integers and scales; a row of zeros stays zero."""
+def quantize(weight: Tensor, largest: float) -> Quantized:
+    """Rounds a matrix to the nearest integers and scales; a row of zeros stays zero.
+
+    largest: the integer of a row's largest number, at most 127.
+    """
     numbers = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scales = torch.empty(len(weight), device=weight.device)
     rows = max(1, (_GPU_PIECE if weight.is_cuda else _PIECE) // weight.shape[1])
     for start in range(0, len(weight), rows):
         part = slice(start, start + rows)
-        numbers[part], scales[part] = _quantize(weight.detach()[part].float())
+        numbers[part], scales[part] = _quantize(weight.detach()[part].float(), largest)
     return Quantized(numbers, scales)
 
 
-def round_weights(decoder: Decoder) -> None:
-    """Rounds each matrix of `decoder` to its int8 grid: the accuracy of int8 without its speed."""
+def round_weights(decoder: Decoder, weight_format: WeightFormat) -> None:
+    """Rounds each matrix of `decoder` to the grid of this format: its accuracy without its speed."""
+    if not weight_format.is_quantized:
+        return
     for owner in decoder.modules():
         if isinstance(owner, Linear):
-            owner.weight = _rounded(owner.weight)
-    decoder.embedding = _rounded(decoder.embedding)
+            owner.weight = _rounded(owner.weight, weight_format)
+    decoder.embedding = _rounded(decoder.embedding, weight_format)
     if decoder.untied_head is not None:
-        decoder.untied_head = _rounded(decoder.untied_head)
+        decoder.untied_head = _rounded(decoder.untied_head, weight_format)
 
 
-def _quantize(wide: Tensor) -> Quantized:
-    scales = wide.abs().amax(dim=1) / wide.new_full((), _MAX_INT8)  # dividing by a scalar is inexact on a GPU
+def _quantize(wide: Tensor, largest: float) -> Quantized:
+    scales = wide.abs().amax(dim=1) / wide.new_full((), largest)  # dividing by a scalar is inexact on a GPU
     scales = scales.where(scales > 0, 1.0)
     return Quantized((wide / scales[:, None]).round_().to(torch.int8), scales)
 
 
-def _rounded(weight: Tensor) -> nn.Parameter:
-    numbers, scales = quantize(weight)
-    return nn.Parameter((numbers.float() * scales[:, None]).to(weight.dtype), requires_grad=False)
+def _rounded(weight: Tensor, weight_format: WeightFormat) -> nn.Parameter:
+    wide = DEQUANTIZED[weight_format.facts.codes](weight, weight_format)
+    return nn.Parameter(wide.to(weight.dtype), requires_grad=False)
+
+
+def _from_integers(weight: Tensor, weight_format: WeightFormat) -> Tensor:
+    numbers, scales = quantize(weight, weight_format.facts.largest)
+    return numbers.float() * scales[:, None]
+
+
+DEQUANTIZED: Mapping[Codes, Callable[[Tensor, WeightFormat], Tensor]] = {"integers": _from_integers}
+"""Matrix -> its numbers after rounding, in float32. Codes that round activations, too, are not weights alone."""
 
 
 Int8Product = Callable[[Tensor, Quantized, Tensor | None], Tensor]
@@ -89,7 +104,7 @@ def dequantized_product(x_TK: Tensor, weight: Quantized, bias_N: Tensor | None) 
 # quantized numbers are converted back to float32, for tests and quality measurements.
 
 FP8_DTYPE = torch.float8_e4m3fn
-FP8_MAX = 448.0
+FP8_MAX = KINDS["fp8"].largest
 FP8_MULTIPLE = 16
 """Rows and columns of a matrix must be multiples of it for the GPU's product."""
 

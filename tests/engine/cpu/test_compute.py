@@ -23,7 +23,8 @@ from app.engine.cpu.sampler import NativeSampler
 from app.engine.cpu.toolchain.builder import build, need_cache_directory
 from app.engine.cpu.toolchain.cpu_target import AMX, X86_LEVELS, this_level
 from app.engine.cpu.toolchain.library_cache import BuildRecipe
-from app.engine.quantization.quantized_weights import quantize, round_weights
+from app.engine.quantization import quantized_weights
+from app.engine.quantization.quantized_weights import round_weights
 from app.engine.sampling.parameters import SamplingInput
 from model.checkpoint.checkpoint import load
 from model.checkpoint.stored_weights import find_weights
@@ -31,8 +32,17 @@ from model.config import Activation, LayerKind, Rope
 from model.files import CheckpointError
 from model.nn.attention import CausalAttend
 from model.nn.transformer import Decoder
+from model.weight_formats import KINDS, Quantize, WeightFormat
 from tests.support.model.bad_weights import good_weights
-from tests.support.model.tiny_models import GPT2, kernels, native_compute, native_compute_of, tiny_config, tiny_decoder
+from tests.support.model.tiny_models import (
+    CPU_QUANTIZE,
+    GPT2,
+    kernels,
+    native_compute,
+    native_compute_of,
+    tiny_config,
+    tiny_decoder,
+)
 
 pytestmark = pytest.mark.usefixtures("native_library", "one_thread")
 LENGTH = 70
@@ -58,9 +68,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 FORMS = list(
-    itertools.product(("odd sizes", "gpt_neox", *get_args(Activation)), (torch.float32, torch.bfloat16), (False, True))
+    itertools.product(("odd sizes", "gpt_neox", *get_args(Activation)), (torch.float32, torch.bfloat16), CPU_QUANTIZE)
 )
-"""Shapes, number formats, and whether weights are int8."""
+"""Shapes, number formats, and values of --quantize."""
 
 
 def _sequence(n_tokens: int, vocab: int, first_block: int = 0) -> Sequence:
@@ -109,12 +119,13 @@ def test_bfloat16_is_as_close_to_float32_as_torch(shape: str) -> None:
 
 
 @pytest.mark.parametrize("shape", ["llama", "gpt2", "odd sizes", "window and cap"])
-def test_int8_computes_with_quantized_integers(shape: str) -> None:
+@pytest.mark.parametrize("quantize", CPU_QUANTIZE[1:])
+def test_kernels_compute_with_the_weights_that_torch_rounds(shape: str, quantize: Quantize) -> None:
     decoder = tiny_decoder(tiny_config(**SHAPES[shape]))
     sequence = _sequence(LENGTH, decoder.config.vocab_size)
-    ours = _logits(native_compute(decoder, 8, int8=True), sequence)
+    ours = _logits(native_compute(decoder, 8, quantize=quantize), sequence)
     assert not torch.allclose(ours, _expected(decoder, sequence), atol=0.05), "no weight was rounded"
-    round_weights(decoder)
+    round_weights(decoder, WeightFormat(kind=quantize))
     assert torch.allclose(ours, _expected(decoder, sequence), atol=5e-4)
 
 
@@ -122,14 +133,15 @@ def test_matrix_quantized_in_pieces_equals_the_whole_and_zeros_stay() -> None:
     weight = torch.randn(5, 100_000)
     weight[2] = 0
     scales = weight.abs().amax(dim=1) / 127
-    ours = quantize(weight)
+    ours = quantized_weights.quantize(weight, 127)
     assert torch.equal(ours.scales, scales.where(scales > 0, 1.0))
     assert torch.equal(ours.numbers, (weight / ours.scales[:, None]).round().to(torch.int8))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("size", [(5, 1000), (37, 77), (40, 5)])
-def test_kernels_quantize_to_the_bits_of_torch(size: tuple[int, int], dtype: str) -> None:
+@pytest.mark.parametrize("kind", [kind for kind, facts in KINDS.items() if facts.codes == "integers"])
+def test_kernels_quantize_to_the_bits_of_torch(size: tuple[int, int], dtype: str, kind: str) -> None:
     weight = torch.randn(size) * torch.randn(size[0], 1).exp()
     weight[2], weight[1] = 0, 1e-41
     stored = weight.to(getattr(torch, dtype))
@@ -137,8 +149,10 @@ def test_kernels_quantize_to_the_bits_of_torch(size: tuple[int, int], dtype: str
     numbers, scales = np.empty(size, np.int8), np.empty(size[0], np.float32)
     addresses = (address_of(numbers), address_of(scales))
     pool = ThreadPool(kernels(), 2)
-    kernels().ink_quantize(pool.handle, address_of(array), *size, dtype == "bfloat16", *addresses)
-    expected = quantize(stored)
+    is_bf16 = dtype == "bfloat16"
+    number = kernels().ink_format(kind.encode(), is_bf16)
+    kernels().ink_quantize(pool.handle, address_of(array), *size, is_bf16, number, *addresses)
+    expected = quantized_weights.quantize(stored, KINDS[kind].largest)
     assert np.array_equal(expected.numbers, numbers) and np.array_equal(expected.scales, scales)
 
 
@@ -210,26 +224,26 @@ def test_every_level_computes_the_same_bits() -> None:
     assert this_level() in X86_LEVELS, "the test covers levels of x86-64 only"
     library = load_library(build(BuildRecipe(level=X86_LEVELS[-1]), need_cache_directory(None)))
     differ = []
-    for shape, dtype, int8 in FORMS:
+    for shape, dtype, quantize in FORMS:
         decoder = tiny_decoder(tiny_config(**SHAPES[shape]), dtype=dtype)
-        compute = native_compute_of(library, decoder, ThreadPool(library, 2), blocks=8, int8=int8)
+        compute = native_compute_of(library, decoder, ThreadPool(library, 2), blocks=8, quantize=quantize)
         sequence = _sequence(LENGTH, decoder.config.vocab_size)
-        whole, here = _logits(compute, sequence), _logits(native_compute(decoder, 8, int8=int8), sequence)
+        whole, here = _logits(compute, sequence), _logits(native_compute(decoder, 8, quantize=quantize), sequence)
         if not torch.equal(whole, here):
-            differ.append((shape, dtype, int8))
+            differ.append((shape, dtype, quantize))
         _check_batch_invariance(compute, sequence, whole, sizes=(1,))
     tiles = [form for form in FORMS if form[1] == torch.bfloat16]
     assert differ == (tiles if this_level() == AMX else []), "tiles round differently"
 
 
 @pytest.mark.parametrize("shape", ["odd sizes", "gpt_neox", "wide heads", "window and cap"])
-@pytest.mark.parametrize("int8", [False, True])
-def test_row_has_the_same_bits_in_chunks_of_every_size(shape: str, int8: bool) -> None:
+@pytest.mark.parametrize("quantize", CPU_QUANTIZE)
+def test_row_has_the_same_bits_in_chunks_of_every_size(shape: str, quantize: Quantize) -> None:
     """Up to 16 rows are one tile, more than 32 are several; includes numbers that are subnormal in float32."""
     config = tiny_config(**SHAPES[shape])
     decoder = tiny_decoder(config, dtype=torch.bfloat16)
     decoder.embedding[::7] *= 2.0**-131
-    sequence, compute = _sequence(LENGTH, config.vocab_size), native_compute(decoder, 8, int8=int8)
+    sequence, compute = _sequence(LENGTH, config.vocab_size), native_compute(decoder, 8, quantize=quantize)
     _check_batch_invariance(compute, sequence, _logits(compute, sequence), sizes=(1, 2, 5, 15, 16, 17, 31, 32, 33, 48))
 
 

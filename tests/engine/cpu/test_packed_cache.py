@@ -25,7 +25,8 @@ from model.checkpoint.checkpoint import weights_files
 from model.checkpoint.stored_weights import StoredWeights, find_weights
 from model.checkpoint.tensor_index import version_of
 from model.files import sha256, write_files
-from tests.support.model.tiny_models import GPT2, kernels, tiny_config, tiny_decoder
+from model.weight_formats import Quantize, weight_format
+from tests.support.model.tiny_models import CPU_QUANTIZE, GPT2, kernels, tiny_config, tiny_decoder
 
 pytestmark = pytest.mark.usefixtures("native_library", "one_thread")
 LARGE = 1 << 30
@@ -61,16 +62,23 @@ class _Start:
     """One start of an engine: packs or restores `program`, and stores it if it was packed."""
 
     def __init__(
-        self, weights: Path, folder: Path, *, dtype: str = "bfloat16", int8: bool = False, limit: int = LARGE
+        self, weights: Path, folder: Path, *, dtype: str = "bfloat16", quantize: Quantize = "none", limit: int = LARGE
     ) -> None:
         cache = PackedCache(folder, limit, least=1)
         self.weights: StoredWeights = find_weights(weights, cache.sha256)
         config, pool = self.weights.config, ThreadPool(kernels(), 2)
-        self.entry = cache.entry("inkstream-level-key.so", config, dtype, int8)
+        self.entry = cache.entry("inkstream-level-key.so", config, dtype, quantize)
         restored = self.entry.restore(2)
         self.is_restored, self.n_read = restored is not None, 0
         self.compute = NativeCompute(
-            kernels(), config, self._read, pool, dtype=dtype, blocks=8, int8=int8, restored=restored
+            kernels(),
+            config,
+            self._read,
+            pool,
+            dtype=dtype,
+            blocks=8,
+            weight_format=weight_format(dtype, quantize),
+            restored=restored,
         )
         self.program: Program = self.compute.program
         self.thread = None if restored else self.entry.store_in_background(self.program.memory)
@@ -98,10 +106,12 @@ def _fail(*_: object) -> NoReturn:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("int8", [False, True])
-def test_restored_program_has_the_bits_of_a_packed_one(tmp_path: Path, shape: str, dtype: str, int8: bool) -> None:
+@pytest.mark.parametrize("quantize", CPU_QUANTIZE)
+def test_restored_program_has_the_bits_of_a_packed_one(
+    tmp_path: Path, shape: str, dtype: str, quantize: Quantize
+) -> None:
     weights = _weights(tmp_path / "weights", **SHAPES[shape])
-    first, second = (_Start(weights, tmp_path / "packed", dtype=dtype, int8=int8) for _ in range(2))
+    first, second = (_Start(weights, tmp_path / "packed", dtype=dtype, quantize=quantize) for _ in range(2))
     assert not first.is_restored and first.n_read
     assert second.is_restored and not second.n_read
     assert first.packed == second.packed and any(first.packed)
@@ -111,13 +121,22 @@ def test_restored_program_has_the_bits_of_a_packed_one(tmp_path: Path, shape: st
 
 def test_other_settings_and_kernels_have_other_entries(tmp_path: Path) -> None:
     weights, folder = _weights(tmp_path / "weights"), tmp_path / "packed"
-    forms: list[dict[str, Any]] = [{}, {"dtype": "float32"}, {"int8": True}]
+    forms: list[dict[str, Any]] = [{}, {"dtype": "float32"}, *({"quantize": quantize} for quantize in CPU_QUANTIZE[1:])]
     assert not any(_Start(weights, folder, **form).is_restored for form in forms)
     assert all(_Start(weights, folder, **form).is_restored for form in forms)
     cache = PackedCache(folder, LARGE)
     config = find_weights(weights, cache.sha256).config
-    paths = {cache.entry(library, config, "bfloat16", False).path for library in ("inkstream-amx-1.so", "other.so")}
+    paths = {cache.entry(library, config, "bfloat16", "none").path for library in ("inkstream-amx-1.so", "other.so")}
     assert len(paths) == 2 and not any(path.exists() for path in paths)
+
+
+def test_names_of_entries_depend_on_the_values_of_quantize(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the releases before formats had a table: an upgrade that changes no source packs nothing again."""
+    monkeypatch.setattr(packed_cache, "_sources_hash", lambda: "sources")
+    cache = PackedCache(tmp_path, LARGE)
+    names = {each: cache.entry("inkstream-avx2-1.so", "config", "bfloat16", each).path.name for each in CPU_QUANTIZE}
+    assert names["none"] == "weights-45882e5970065a19e2657798.bin"
+    assert names["int8"] == "weights-eff979ddcad5066acd72e56d.bin"
 
 
 @pytest.mark.parametrize("is_in_place", [True, False])

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from app.engine.gpu.linears import (
-    Quantize,
     check_quantize,
     describe_unquantized,
     padded_lm_head,
@@ -35,13 +34,15 @@ from model.files import CheckpointError
 from model.nn.layers import product
 from model.nn.reference import logits
 from model.nn.transformer import Decoder
+from model.weight_formats import WeightFormat
 from tests.support.gpu.kernel_backends import DEVICE, needs_triton
 from tests.support.model.tiny_models import tiny_config, tiny_decoder, tiny_engine
 
 TRITON = "app.engine.gpu.kernels.triton.quantized_products"
 PROMPT, ODD = [(7 * i) % 319 + 1 for i in range(40)], 333
 UNTIED = tiny_config(tied_head=False, head_bias=True, qkv_bias=True, out_bias=True, mlp_bias=True, logit_soft_cap=30.0)
-KINDS: list[Quantize] = ["int8", "fp8"]
+KINDS = ["int8", "fp8"]
+INT8, FP8 = (WeightFormat(kind=kind) for kind in KINDS)
 MEAN_ERROR = {"int8": 0.015, "fp8": 0.06}
 """Of outputs, as a share of their mean size: e4m3 has 3 bits of mantissa, so that a number is off by 2 to 3 %."""
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -51,15 +52,15 @@ def _normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> 
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def _product(weight: Tensor, bias: Tensor | None, kind: Quantize) -> Callable[[Tensor], Tensor]:
-    quantized = quantized_product(weight, bias, kind)
+def _product(weight: Tensor, bias: Tensor | None, kind: str) -> Callable[[Tensor], Tensor]:
+    quantized = quantized_product(weight, bias, WeightFormat(kind=kind))
     assert quantized
     return lambda x: quantized(x, weight, bias)
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_format_is_close_to_the_exact_product(kind: Quantize, has_bias: bool) -> None:
+def test_every_format_is_close_to_the_exact_product(kind: str, has_bias: bool) -> None:
     weight, x, bias = _normal(48, 64), _normal(5, 64, seed=1), _normal(48, seed=2) if has_bias else None
     exact = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
     out = _product(weight, bias, kind)(x)
@@ -69,7 +70,7 @@ def test_every_format_is_close_to_the_exact_product(kind: Quantize, has_bias: bo
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_row_does_not_depend_on_others(kind: Quantize) -> None:
+def test_row_does_not_depend_on_others(kind: str) -> None:
     """Integers below 8 and a power of two as the scale: every sum is exact in any order."""
     weight = _normal(32, 64).mul(2).round().clamp(-7, 7)
     weight[:, 0] = 127 if kind == "int8" else 7
@@ -108,7 +109,7 @@ def test_results_in_pieces_equal_those_of_the_whole(monkeypatch: pytest.MonkeyPa
 
     def both() -> tuple[Tensor, ...]:
         fp8 = quantized_weights.quantize_fp8_weight(weight)
-        return fp8.numbers.float(), fp8.scales_X1, dequantized_product(x, quantize(weight), bias).float()
+        return fp8.numbers.float(), fp8.scales_X1, dequantized_product(x, quantize(weight, 127), bias).float()
 
     whole = both()
     monkeypatch.setattr(quantized_weights, "_CHUNK_NUMBERS", 64 * 7)
@@ -222,9 +223,9 @@ def test_row_scaling_has_the_bits_of_the_reference(columns: int) -> None:
     assert numbers[4, 7].isnan(), "NaN must not look like a number"
 
 
-def _quantized(shape: ModelConfig, kind: Quantize, dtype: torch.dtype = torch.float32) -> Decoder:
+def _quantized(shape: ModelConfig, kind: str, dtype: torch.dtype = torch.float32) -> Decoder:
     decoder = tiny_decoder(shape, dtype=dtype)
-    quantize_decoder(decoder, kind)
+    quantize_decoder(decoder, WeightFormat(kind=kind))
     return decoder
 
 
@@ -232,7 +233,7 @@ def _quantized(shape: ModelConfig, kind: Quantize, dtype: torch.dtype = torch.fl
 def test_int8_decoder_equals_one_with_rounded_weights(shape: ModelConfig) -> None:
     rounded = tiny_decoder(shape)
     embedding = rounded.embedding
-    round_weights(rounded)
+    round_weights(rounded, INT8)
     rounded.embedding = embedding  # on a GPU it is not quantized
     source = PROMPT if shape.n_encoder_layers else None
     ours = logits(_quantized(shape, "int8"), PROMPT, source=source)
@@ -241,7 +242,7 @@ def test_int8_decoder_equals_one_with_rounded_weights(shape: ModelConfig) -> Non
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_quantized_weights_are_freed_but_counted_as_parameters(kind: Quantize) -> None:
+def test_quantized_weights_are_freed_but_counted_as_parameters(kind: str) -> None:
     decoder = _quantized(tiny_config(tied_head=False), kind)
     kept = {name: each for name, each in decoder.named_parameters() if each.untyped_storage().nbytes() > 4}
     assert [name for name, each in kept.items() if each.ndim == 2] == ["embedding"]
@@ -251,10 +252,10 @@ def test_quantized_weights_are_freed_but_counted_as_parameters(kind: Quantize) -
 
 def test_matrices_unsupported_by_fp8_are_logged() -> None:
     odd = tiny_decoder(tiny_config(mlp_width=168))
-    assert describe_unquantized(odd, "fp8") == (
+    assert describe_unquantized(odd, FP8) == (
         "2 of 8 matrices are not quantized: fp8 requires multiples of 16, and their sizes are 64 x 168"
     )
-    assert describe_unquantized(odd, "int8") is None and describe_unquantized(tiny_decoder(), "fp8") is None
+    assert describe_unquantized(odd, INT8) is None and describe_unquantized(tiny_decoder(), FP8) is None
 
 
 @pytest.mark.parametrize("is_same", [True, False])
@@ -290,7 +291,7 @@ def test_aligned_or_quantized_head_is_not_padded() -> None:
     aligned = tiny_decoder()
     address = aligned.embedding.data_ptr()
     assert padded_lm_head(aligned) == aligned.head and aligned.embedding.data_ptr() == address
-    kinds: dict[Quantize, bool] = {"int8": True, "fp8": False}  # fp8 does not support an odd number of rows
+    kinds: dict[str, bool] = {"int8": True, "fp8": False}  # fp8 does not support an odd number of rows
     for kind, is_quantized in kinds.items():
         decoder = _quantized(replace(UNTIED, vocab_size=ODD), kind)
         assert (padded_lm_head(decoder) == decoder.head) == is_quantized == (decoder.head_product is not product)

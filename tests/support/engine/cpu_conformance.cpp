@@ -40,7 +40,8 @@ class Digest {
 // A small decoder with odd sizes, and its cache. Variants: 0 is like Qwen3, 1 like GPT-2, 2 has parallel residuals.
 class Model {
   public:
-    Model(bool is_bf16, bool is_int8, int variant, Pool& pool) : is_bf16_(is_bf16), is_int8_(is_int8), pool_(pool) {
+    Model(bool is_bf16, bool is_int8, int variant, Pool& pool)
+        : is_bf16_(is_bf16), is_int8_(is_int8), format_(is_int8 ? ink_format("int8", is_bf16) : 0), pool_(pool) {
         const bool is_gpt = variant != 0;
         const int activation = variant == 0 ? kSilu : variant == 1 ? kGeluTanh : kGelu;
         const int columns[] = {kWidth, kQkvWidth, kHeads * kHeadWidth, kMlp, kHeads * kPaddedHead, kWidth};
@@ -117,16 +118,17 @@ class Model {
             if (is_int8_) raw.push_back(static_cast<char>(static_cast<int8_t>(x * 254)));
             else raw.insert(raw.end(), number + (is_bf16_ ? 2 : 0), number + 4);
         }
-        packed_.emplace_back(ink_packed_bytes(panels, k, is_bf16_, is_int8_) + 64);
+        packed_.emplace_back(ink_packed_bytes(panels, k, is_bf16_, format_) + 64);
         char* at = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(packed_.back().data()) + 63) / 64 * 64);
-        ink_pack(&pool_, raw.data(), n_rows, k, gate_rows, panels, is_bf16_, is_int8_, at);
+        ink_pack(&pool_, raw.data(), n_rows, k, gate_rows, panels, is_bf16_, format_, at);
         const float* bias = has_bias ? floats(panels * kPanel) : nullptr;
         const float* scale = is_int8_ ? floats(panels * kPanel) : nullptr;
-        matrices_.push_back({at, bias, scale, panels * kPanel, is_bf16_ ? (k + 1) / 2 : k, is_int8_, 0});
+        matrices_.push_back({at, bias, scale, panels * kPanel, is_bf16_ ? (k + 1) / 2 : k, format_, 0});
         return &matrices_.back();
     }
 
     bool is_bf16_, is_int8_;
+    int format_;
     Pool& pool_;
     const InkMatrix* embedding_;
     int32_t columns_[6];

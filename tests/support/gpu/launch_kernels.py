@@ -29,6 +29,7 @@ from app.engine.gpu.triton_loader import QuantizedKernels, triton_kernels
 from app.engine.scheduling.block_allocator import BlockPool
 from app.engine.scheduling.scheduler import Scheduler, StepLimits
 from benchmarks.gpu.compilation import Driver, engine_launches
+from model.weight_formats import WeightFormat
 from tests.support.gpu.emulated_engine import tiny_device_runner
 from tests.support.model.tiny_models import run_all, tiny_config, tiny_decoder
 
@@ -86,7 +87,7 @@ def device_runner(kernels: Any, n_layers: int, *, int8: bool) -> DeviceRunner:
     decoder = tiny_decoder(replace(SHAPE, n_layers=n_layers), dtype=torch.bfloat16)
     decoder.make_tables()  # in float32, as in an engine
     if int8:
-        quantize_decoder(decoder, "int8", QuantizedKernels(int8_product=int8_product))
+        quantize_decoder(decoder, WeightFormat(kind="int8"), QuantizedKernels(int8_product=int8_product))
     sizes = {"max_running": ROWS, "tokens_per_step": TOKENS, "blocks": BLOCKS, "block_size": BLOCK}
     return tiny_device_runner(decoder, **sizes, kernels=kernels)
 

@@ -33,6 +33,7 @@ from model.config import LayerKind, ModelConfig, Rope
 from model.files import write_files
 from model.nn.transformer import Decoder
 from model.tokenizer.tokenizer import Tokenizer
+from model.weight_formats import QUANTIZE, Quantize, WeightFormat, needs_gpu, weight_format
 
 GPT2: dict[str, Any] = {
     "norm": "layernorm", "norm_bias": True, "gated": False, "activation": "gelu_tanh", "positions": "learned",
@@ -46,8 +47,8 @@ TEXT = (
 VOCAB = 320
 WAY: ContextVar[str] = ContextVar("WAY", default="torch")
 """The backend of tiny_engine(): torch, native or int8."""
-
-
+CPU_QUANTIZE = [quantize for quantize in QUANTIZE if not needs_gpu(quantize)]
+"""Values of --quantize for which the C++ kernels have a format."""
 ROPE = Rope()
 
 
@@ -108,7 +109,7 @@ def tiny_engine(
     scheduler = Scheduler(limits, BlockPool(blocks, block_size))
     if WAY.get() != "torch" and can_be_native(decoder):
         assert block_size == BLOCK
-        compute: StepExecutor = native_compute(decoder, blocks, int8=WAY.get() == "int8")
+        compute: StepExecutor = native_compute(decoder, blocks, quantize="int8" if WAY.get() == "int8" else "none")
         sampler = NativeSampler(kernels(), decoder.config.vocab_size)
         return Engine(scheduler, Runner(compute, sampler=sampler, grammars=guides), masks=guides)
     attend = None
@@ -126,18 +127,21 @@ def can_be_native(decoder: Decoder) -> bool:
 def round_weights_for(way: str, decoder: Decoder) -> None:
     """Rounds the decoder's weights as this backend does, for comparison of an oracle with its engine."""
     if way == "int8":
-        round_weights(decoder)
+        round_weights(decoder, WeightFormat(kind="int8"))
 
 
-def native_compute(decoder: Decoder, blocks: int, *, int8: bool = False, threads: int = 2) -> NativeCompute:
+def native_compute(decoder: Decoder, blocks: int, *, quantize: Quantize = "none", threads: int = 2) -> NativeCompute:
     """Runs `decoder` in the kernels of this machine."""
-    return native_compute_of(kernels(), decoder, ThreadPool(kernels(), threads), blocks=blocks, int8=int8)
+    return native_compute_of(kernels(), decoder, ThreadPool(kernels(), threads), blocks=blocks, quantize=quantize)
 
 
-def native_compute_of(library: CDLL, decoder: Decoder, pool: ThreadPool, **options: Any) -> NativeCompute:
+def native_compute_of(
+    library: CDLL, decoder: Decoder, pool: ThreadPool, *, quantize: Quantize = "none", **options: Any
+) -> NativeCompute:
     """Runs `decoder` in the kernels of `library`."""
     dtype = str(decoder.embedding.dtype).removeprefix("torch.")
-    return NativeCompute(library, decoder.config, parameter_reader(decoder), pool, dtype=dtype, **options)
+    options = {"dtype": dtype, "weight_format": weight_format(dtype, quantize)} | options
+    return NativeCompute(library, decoder.config, parameter_reader(decoder), pool, **options)
 
 
 @cache

@@ -7,11 +7,10 @@ using namespace ink;
 
 namespace {
 
-// f of the number format of a product.
+// f(the struct of this format), in products of float32 or bfloat16.
 template <class F>
-auto with_format(int is_bf16, int is_int8, F&& f) {
-    if (is_int8) return is_bf16 ? f(I8()) : f(I8F32());
-    return is_bf16 ? f(BF16()) : f(F32());
+auto with_format_in(int is_bf16, int format, F&& f) {
+    return is_bf16 ? with_format<BF16>(format, f) : with_format<F32>(format, f);
 }
 
 }  // namespace
@@ -25,29 +24,39 @@ int ink_sizes() { return int(sizeof(InkMatrix) + sizeof(InkOperation) * 1000 + s
 void* ink_open_pool(int threads, int spins) try { return new Pool(threads, spins); } catch (...) { return nullptr; }
 void ink_close_pool(void* pool) { delete static_cast<Pool*>(pool); }
 
-long ink_packed_bytes(int panels, int k, int is_bf16, int is_int8) {
-    return with_format(is_bf16, is_int8, [&]<class W>(W) {
+// The number of the format of this name, -1 if products of these numbers have none.
+int ink_format(const char* name, int is_bf16) {
+    for (int format = 0; format < kFormats; format++)
+        if (with_format_in(is_bf16, format, [&]<class W>(W) { return !std::strcmp(W::kName, name); })) return format;
+    return -1;
+}
+
+long ink_packed_bytes(int panels, int k, int is_bf16, int format) {
+    return with_format_in(is_bf16, format, [&]<class W>(W) {
         return panels * panel_bytes<W>((k + W::kStep - 1) / W::kStep);
     });
 }
 
-void ink_pack(void* pool, const void* from, int n_rows, int k, int gate_rows, int panels, int is_bf16, int is_int8, void* to) {
-    with_format(is_bf16, is_int8, [&]<class W>(W) {
-        pack<W>(*static_cast<Pool*>(pool), static_cast<const char*>(from), n_rows, k, gate_rows, panels, static_cast<char*>(to));
+void ink_pack(void* pool, const void* from, int n_rows, int k, int gate_rows, int panels, int is_bf16, int format, void* to) {
+    with_format_in(is_bf16, format, [&]<class W>(W) {
+        const auto* stored = static_cast<const typename W::Stored*>(from);
+        pack<W>(*static_cast<Pool*>(pool), stored, n_rows, k, gate_rows, panels, static_cast<char*>(to));
     });
 }
 
-// Rounds a matrix for ink_pack() with is_int8.
-void ink_quantize(void* pool, const void* from, int n_rows, int k, int is_bf16, int8_t* numbers, float* scales) {
-    with_format(is_bf16, false, [&]<class W>(W) {
-        quantize(*static_cast<Pool*>(pool), static_cast<const typename W::Number*>(from), n_rows, k, numbers, scales);
+// Rounds a matrix for ink_pack(), if its format has scales.
+void ink_quantize(void* pool, const void* from, int n_rows, int k, int is_bf16, int format, void* codes, float* scales) {
+    with_format_in(is_bf16, format, [&]<class W>(W) {
+        if constexpr (requires { &W::quantize; })
+            quantize<W>(*static_cast<Pool*>(pool), static_cast<const typename W::Number*>(from), n_rows, k,
+                        static_cast<typename W::Stored*>(codes), scales);
     });
 }
 
 void* ink_open(const InkShape* shape, void* pool) {
     Pool& threads = *static_cast<Pool*>(pool);
-    if (shape->is_bf16) return static_cast<Executor*>(new ink::Decoder<BF16, I8>(*shape, threads));
-    return static_cast<Executor*>(new ink::Decoder<F32, I8F32>(*shape, threads));
+    if (shape->is_bf16) return static_cast<Executor*>(new ink::Decoder<BF16>(*shape, threads));
+    return static_cast<Executor*>(new ink::Decoder<F32>(*shape, threads));
 }
 void ink_close(void* executor) { delete static_cast<Executor*>(executor); }
 

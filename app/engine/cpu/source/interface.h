@@ -7,12 +7,12 @@
 
 extern "C" {
 
-// A packed matrix. bias and scale (for int8) have one number for each output, or are null.
+// A packed matrix. bias and scale have one number for each output, or are null. format: see ink_format().
 struct InkMatrix {
     const void* packed;
     const float *bias, *scale;
     int32_t outputs, steps;  // outputs in whole panels
-    int32_t is_int8, unused;
+    int32_t format, unused;
 };
 
 enum InkKind : int32_t { kNorm, kLinear, kRopeCache, kAttention, kAdd };

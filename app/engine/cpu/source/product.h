@@ -1,14 +1,15 @@
 // Matrix products x W^T over packed weights: rows of x share every weight that is read.
 //
 // Packed layout: panels of 32 rows of W; within a panel, step by step along k, two vectors of 16 outputs each. A step
-// is one number of x (float32), or a pair of them (bfloat16, int8). Every output has one accumulator, which adds its
-// steps in order, however many rows there are: batch invariance (README.md). tiles.h has products of bfloat16 with AMX.
+// is one number of x (float32), or a pair of them (bfloat16). Every output has one accumulator, which adds its steps in
+// order, however many rows there are: batch invariance (README.md). W: a format of weights (formats.h). tiles.h has
+// products of bfloat16 with AMX.
 #pragma once
 
 #include <algorithm>
-#include <cmath>
 #include <functional>
 
+#include "formats.h"
 #include "interface.h"
 #include "threads.h"
 #include "tiles.h"
@@ -16,61 +17,6 @@
 namespace ink {
 
 constexpr int kPanel = 2 * kLanes;
-
-// Number formats: that of x, and of one vector of packed weights for one step.
-struct F32 {
-    using Number = float;
-    static constexpr int kStep = 1;
-    static constexpr int kUnit = 1;    // panels are padded to a multiple of so many steps
-    static constexpr int kBytes = 64;  // of 16 outputs, one step
-    using Operand = Floats;
-    INK_INLINE static Operand weights(const char* at) { return load(reinterpret_cast<const float*>(at)); }
-    INK_INLINE static Operand broadcast(const Number* x) { return *x; }
-    INK_INLINE static Floats add(const Operand& w, const Operand& x, const Floats& sum) { return fma(w, x, sum); }
-};
-
-struct BF16 {
-    using Number = bf16;
-    static constexpr int kStep = 2;
-    static constexpr int kUnit = kTileSteps;
-    static constexpr int kBytes = 64;
-    using Operand = Words;
-    INK_INLINE static Operand weights(const char* at) { return load(reinterpret_cast<const uint32_t*>(at)); }
-    INK_INLINE static Operand broadcast(const Number* x) {
-        uint32_t pair;
-        std::memcpy(&pair, x, sizeof pair);
-        return pair;
-    }
-    INK_INLINE static Floats add(const Operand& w, const Operand& x, const Floats& sum) { return dot_pairs(w, x, sum); }
-    // For tiles.h: 16 steps of a panel; the even and the odd numbers of a step.
-    static const char* tile(const char* packed, char*) { return packed; }
-    INK_INLINE static std::pair<Floats, Floats> halves(const char* at) {
-        return {bits<float>(weights(at) << 16), bits<float>(weights(at) & 0xffff0000u)};
-    }
-};
-
-// Integers up to 127 are exact in bfloat16; the scale of each output is applied after the sum.
-struct I8 : BF16 {
-    static constexpr int kBytes = 32;
-    INK_INLINE static Operand weights(const char* at) {
-        const int8_t* numbers = reinterpret_cast<const int8_t*>(at);
-        return bits<uint32_t>(widen(load(numbers))) >> 16 | bits<uint32_t>(widen(load(numbers + kLanes)));
-    }
-    INK_INLINE static const char* tile(const char* packed, char* buffer) {
-        uint32_t* to = reinterpret_cast<uint32_t*>(buffer);
-        for (int i = 0; i < 2 * kTileSteps; i++) store(to + i * kLanes, weights(packed + i * kBytes));
-        return buffer;
-    }
-    INK_INLINE static std::pair<Floats, Floats> halves(const char* at) {
-        const int8_t* numbers = reinterpret_cast<const int8_t*>(at);
-        return {widen(load(numbers)), widen(load(numbers + kLanes))};
-    }
-};
-
-struct I8F32 : F32 {
-    static constexpr int kBytes = 16;
-    INK_INLINE static Operand weights(const char* at) { return widen(load(reinterpret_cast<const int8_t*>(at))); }
-};
 
 template <class W>
 constexpr long panel_bytes(int steps) {
@@ -124,7 +70,7 @@ void product(const typename W::Number* x, long stride, int first, int last, cons
              const Epilogue& epilogue) {
     const long bytes = panel_bytes<W>(m.steps);
 #if defined(__AMX_BF16__)
-    if constexpr (std::is_same_v<typename W::Number, bf16>)
+    if constexpr (requires { W::tile(nullptr, nullptr); })
         return product_in_tiles<W>(x, stride, first, last, m, bytes, panel, end, epilogue);
 #endif
     const auto tile = [&]<int R, int P>(int row, std::integral_constant<int, R>, std::integral_constant<int, P>) {
@@ -147,8 +93,8 @@ void product(const typename W::Number* x, long stride, int first, int last, cons
 // Copies W [n_rows, k] into panels. `gate_rows`: if not 0, W is a gate matrix stacked on an up matrix of so many rows
 // each, and a panel holds 16 rows of the gate and the same 16 of up. Rows and steps beyond the matrix are zeros.
 template <class W>
-void pack(Pool& pool, const char* from, int n_rows, int k, int gate_rows, int panels, char* to) {
-    constexpr int numbers = W::kStep, size = W::kBytes / kLanes / numbers;
+void pack(Pool& pool, const typename W::Stored* from, int n_rows, int k, int gate_rows, int panels, char* to) {
+    constexpr int numbers = W::kStep;
     const int steps = (k + numbers - 1) / numbers;
     pool.run(panels, [&](int panel, int) {
         char* start = to + panel * panel_bytes<W>(steps);
@@ -158,33 +104,20 @@ void pack(Pool& pool, const char* from, int n_rows, int k, int gate_rows, int pa
             const int vector = output / kLanes, lane = output % kLanes, index = panel * kLanes + lane;
             const int row = !gate_rows ? panel * kPanel + output : index < gate_rows ? index + vector * gate_rows : n_rows;
             if (row >= n_rows) continue;
-            const char* numbers_of_row = from + long(row) * k * size;
-            for (int i = first * numbers, end = std::min(k, (first + kSteps) * numbers); i < end; i++) {
-                // A bfloat16 pair is in one lane; in int8 the even numbers come first, then the odd ones.
-                const int within = size == 1 ? i % numbers * kLanes + lane : lane * numbers + i % numbers;
-                std::memcpy(start + (2L * (i / numbers) + vector) * W::kBytes + within * size,
-                            numbers_of_row + long(i) * size, size);
-            }
+            const typename W::Stored* numbers_of_row = from + long(row) * k;
+            for (int i = first * numbers, end = std::min(k, (first + kSteps) * numbers); i < end; i++)
+                W::put(start + (2L * (i / numbers) + vector) * W::kBytes, lane, i % numbers, numbers_of_row[i]);
         }
     });
 }
 
-// Rounds each row of a matrix to int8 numbers and a scale, with which its largest number becomes 127 or -127; a row of
-// zeros stays zero. The bits are those of quantize() in app/engine/quantization/quantized_weights.py.
-template <class Number>
-void quantize(Pool& pool, const Number* from, int n_rows, int k, int8_t* numbers, float* scales) {
+// Rounds each row of a matrix to codes and a scale.
+template <class W>
+void quantize(Pool& pool, const typename W::Number* from, int n_rows, int k, typename W::Stored* codes, float* scales) {
     constexpr int kRows = 16;
     pool.run((n_rows + kRows - 1) / kRows, [&](int task, int) {
-        for (int row = task * kRows; row < std::min(n_rows, (task + 1) * kRows); row++) {
-            const Number* x = from + long(row) * k;
-            float most[kLanes] = {};  // of each lane, so that the loop is vectorized
-            for (int first = 0; first < k; first += kLanes)
-                for (int lane = 0; lane < std::min(kLanes, k - first); lane++)
-                    most[lane] = std::max(most[lane], std::fabs(to_float(x[first + lane])));
-            const float scale = *std::max_element(most, most + kLanes) / 127;
-            scales[row] = scale > 0 ? scale : 1;
-            for (int i = 0; i < k; i++) numbers[long(row) * k + i] = int8_t(std::rint(to_float(x[i]) / scales[row]));
-        }
+        for (int row = task * kRows; row < std::min(n_rows, (task + 1) * kRows); row++)
+            scales[row] = W::quantize(from + long(row) * k, k, codes + long(row) * k);
     });
 }
 

@@ -35,8 +35,8 @@ struct Row {
     const int32_t* table;
 };
 
-// W: float32 or bfloat16; Q: its weight-only int8.
-template <class W, class Q>
+// W: the number format of products, F32 or BF16. Each matrix has a format of its own.
+template <class W>
 class Decoder : public Executor {
     using Number = typename W::Number;
     static constexpr int kRowsPerTask = 8;
@@ -125,8 +125,7 @@ class Decoder : public Executor {
     // Reads rows of the embedding from the packed panels, so that a tied LM head needs no second copy.
     void embed(int64_t token, int row) {
         const InkMatrix& m = *shape_.embedding;
-        if (m.is_int8) return embed_from<Q>(m, token, row);
-        embed_from<W>(m, token, row);
+        with_format<W>(m.format, [&]<class P>(P) { embed_from<P>(m, token, row); });
     }
 
     template <class P>
@@ -176,8 +175,7 @@ class Decoder : public Executor {
         pool_.run(blocks * pairs, [&](int task, int) {
             const int block = task / pairs, first = n_rows * block / blocks, last = n_rows * (block + 1) / blocks;
             const int panel = task % pairs * 2, end = std::min(panel + 2, panels);
-            if (m.is_int8) product<Q>(x, stride, first, last, m, panel, end, epilogue);
-            else product<W>(x, stride, first, last, m, panel, end, epilogue);
+            with_format<W>(m.format, [&]<class P>(P) { product<P>(x, stride, first, last, m, panel, end, epilogue); });
         });
     }
 

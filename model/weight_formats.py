@@ -1,0 +1,82 @@
+"""Formats in which matrices of weights are stored, and what depends on the format alone.
+
+CONTRIBUTING.md says how to add one. torch rounds to a format in app/engine/quantization/quantized_weights.py, and a GPU
+multiplies in app/engine/gpu/linears.py; both look up `codes`. The C++ kernels list their formats in
+app/engine/cpu/source/formats.h, by the same names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Quantize = Literal["none", "int8", "fp8"]
+"""Values of --quantize: none, which keeps the number format of --dtype, or a kind of format below."""
+Codes = Literal["numbers", "integers", "e4m3"]
+"""What is stored: the numbers themselves; or integers, or floating-point numbers of 8 bits, that a scale multiplies."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FormatKind:
+    """Facts about a kind of format."""
+
+    codes: Codes
+    bits: int
+    """Of a number, without its scale."""
+    golden_tolerance: float | None
+    """Largest relative difference from golden.json due to rounding; None: golden.json's own absolute tolerance."""
+    largest: float = 0.0
+    """The code of the largest number among those that share a scale; 0 without a scale."""
+    needs_gpu: bool = False
+    groups: tuple[int | None, ...] = (None,)
+    """Values of `WeightFormat.group` that the executors compute."""
+
+
+KINDS: Mapping[str, FormatKind] = {
+    "float32": FormatKind(codes="numbers", bits=32, golden_tolerance=None),
+    "bfloat16": FormatKind(codes="numbers", bits=16, golden_tolerance=0.05),
+    "int8": FormatKind(codes="integers", bits=8, largest=127.0, golden_tolerance=0.1),
+    "fp8": FormatKind(codes="e4m3", bits=8, largest=448.0, golden_tolerance=0.15, needs_gpu=True),
+}
+"""Tolerances: rounding cost 0.3 %, 0.8 % and 2.0 % with the default weights, 2 %, 5 % and 5 % with random weights of
+large scale (fp8 emulated on a CPU)."""
+QUANTIZE: tuple[Quantize, ...] = get_args(Quantize)
+
+
+def needs_gpu(quantize: Quantize) -> bool:
+    """Whether only a GPU computes with this value of --quantize."""
+    return quantize != "none" and KINDS[quantize].needs_gpu
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightFormat:
+    """How the numbers of a matrix are stored. Raises ValueError if no executor computes with it."""
+
+    kind: str
+    """A key of KINDS."""
+    group: int | None = None
+    """Numbers of a row that share a scale; None: the whole row, or no scale."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS or self.group not in self.facts.groups:
+            raise ValueError(f"weights cannot be stored as {self.kind} in groups of {self.group or 'a row'}")
+
+    @property
+    def facts(self) -> FormatKind:
+        """The entry of its kind in KINDS."""
+        return KINDS[self.kind]
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether codes and scales are stored instead of numbers."""
+        return self.facts.codes != "numbers"
+
+    def n_bytes(self, numbers: int) -> int:
+        """Bytes of so many numbers, without scales."""
+        return -(-numbers * self.facts.bits // 8)
+
+
+def weight_format(dtype: str, quantize: Quantize) -> WeightFormat:
+    """The format of weights with these values of --dtype (float32 or bfloat16) and --quantize."""
+    return WeightFormat(kind=dtype if quantize == "none" else quantize)

@@ -1,0 +1,51 @@
+"""The table of weight formats: complete, and as the C++ kernels list them."""
+
+from __future__ import annotations
+
+import pytest
+
+from app.common.ipc import WorkerConfig
+from app.engine.backends import full_numerics
+from app.engine.memory.memory_plan import CacheShape
+from model.weight_formats import KINDS, QUANTIZE, WeightFormat, needs_gpu, weight_format
+from tests.support.model.tiny_models import kernels, tiny_config
+
+DTYPES = ("float32", "bfloat16")
+
+
+def test_quantize_offers_each_format_that_is_not_a_number_format() -> None:
+    assert {*QUANTIZE} == {"none"} | {kind for kind, facts in KINDS.items() if facts.codes != "numbers"}
+    assert {kind for kind, facts in KINDS.items() if facts.codes == "numbers"} == {*DTYPES}
+    assert [quantize for quantize in QUANTIZE if needs_gpu(quantize)] == ["fp8"]
+
+
+@pytest.mark.parametrize("quantize", QUANTIZE)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernels_have_each_format_that_needs_no_gpu(dtype: str, quantize: str) -> None:
+    stored = weight_format(dtype, quantize)  # type: ignore[arg-type]
+    number = kernels().ink_format(stored.kind.encode(), dtype == "bfloat16")
+    assert (number >= 0) == (quantize != "fp8") and (number == 0) == (quantize == "none")
+
+
+def test_unquantized_weights_have_the_number_format_of_products() -> None:
+    assert kernels().ink_format(b"bfloat16", False) == kernels().ink_format(b"float32", True) == -1
+
+
+def test_bytes_of_weights_are_whole() -> None:
+    sizes = {kind: WeightFormat(kind=kind).n_bytes(1001) for kind in ("float32", "bfloat16", "int8", "fp8")}
+    assert sizes == {"float32": 4004, "bfloat16": 2002, "int8": 1001, "fp8": 1001}
+
+
+@pytest.mark.parametrize(("kind", "group"), [("int8", 32), ("int7", None)])
+def test_a_format_that_nothing_computes_is_refused(kind: str, group: int | None) -> None:
+    with pytest.raises(ValueError, match=f"{kind} in groups of"):
+        WeightFormat(kind=kind, group=group)
+
+
+@pytest.mark.parametrize(("quantize", "suffix"), [("none", ""), ("int8", "-int8"), ("fp8", "-fp8")])
+def test_numerics_end_in_the_number_format_and_the_value_of_quantize(quantize: str, suffix: str) -> None:
+    """Receipts name these: another name would refuse to repeat them."""
+    shape = CacheShape(shape=tiny_config(), context=256, block_size=16, max_running=1, dtype="bfloat16")
+    config = WorkerConfig(weights="", quantize=quantize)  # type: ignore[arg-type]
+    assert full_numerics("native2-amx", shape, config) == f"native2-amx-bfloat16{suffix}"
+    assert full_numerics("torch", shape, config, "deterministic") == f"torch-bfloat16{suffix}-deterministic"
