@@ -1,7 +1,7 @@
 """Formats in which matrices of weights are stored, and what depends on the format alone.
 
-CONTRIBUTING.md says how to add one. torch rounds to a format in app/engine/quantization/quantized_weights.py, and a GPU
-multiplies in app/engine/gpu/linears.py; both look up `codes`. The C++ kernels list their formats in
+docs/extending.md says how to add one. torch rounds to a format in app/engine/quantization/quantized_weights.py, and a
+GPU multiplies in app/engine/gpu/linears.py; both look up `codes`. The C++ kernels list their formats in
 app/engine/cpu/source/formats.h, by the same names.
 """
 

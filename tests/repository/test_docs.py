@@ -88,6 +88,7 @@ GIVEN = {
 
 OWN_TESTS = {
     "docs/deploy.md": "tests/repository/test_deploy.py",
+    "docs/extending.md": "tests/repository/test_docs_extending.py",
     "docs/train.md": "tests/repository/test_docs_train.py",
 }
 """Pages whose commands have a test file of their own, which runs or holds each of them."""
