@@ -7,7 +7,7 @@ import pytest
 from app.common.ipc import WorkerConfig
 from app.engine.backends import full_numerics
 from app.engine.memory.memory_plan import CacheShape
-from model.weight_formats import KINDS, QUANTIZE, WeightFormat, needs_gpu, weight_format
+from model.weight_formats import KINDS, QUANTIZE, Quantize, WeightFormat, needs_gpu, weight_format
 from tests.support.model.tiny_models import kernels, tiny_config
 
 DTYPES = ("float32", "bfloat16")
@@ -16,15 +16,15 @@ DTYPES = ("float32", "bfloat16")
 def test_quantize_offers_each_format_that_is_not_a_number_format() -> None:
     assert {*QUANTIZE} == {"none"} | {kind for kind, facts in KINDS.items() if facts.codes != "numbers"}
     assert {kind for kind, facts in KINDS.items() if facts.codes == "numbers"} == {*DTYPES}
-    assert [quantize for quantize in QUANTIZE if needs_gpu(quantize)] == ["fp8"]
+    assert needs_gpu("fp8") and not needs_gpu("int8") and not needs_gpu("none")
 
 
 @pytest.mark.parametrize("quantize", QUANTIZE)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_kernels_have_each_format_that_needs_no_gpu(dtype: str, quantize: str) -> None:
-    stored = weight_format(dtype, quantize)  # type: ignore[arg-type]
+def test_kernels_have_each_format_that_needs_no_gpu(dtype: str, quantize: Quantize) -> None:
+    stored = weight_format(dtype, quantize)
     number = kernels().ink_format(stored.kind.encode(), dtype == "bfloat16")
-    assert (number >= 0) == (quantize != "fp8") and (number == 0) == (quantize == "none")
+    assert (number < 0) == needs_gpu(quantize) and (number == 0) == (quantize == "none")
 
 
 def test_unquantized_weights_have_the_number_format_of_products() -> None:
@@ -43,9 +43,9 @@ def test_a_format_that_nothing_computes_is_refused(kind: str, group: int | None)
 
 
 @pytest.mark.parametrize(("quantize", "suffix"), [("none", ""), ("int8", "-int8"), ("fp8", "-fp8")])
-def test_numerics_end_in_the_number_format_and_the_value_of_quantize(quantize: str, suffix: str) -> None:
+def test_numerics_end_in_the_number_format_and_the_value_of_quantize(quantize: Quantize, suffix: str) -> None:
     """Receipts name these: another name would refuse to repeat them."""
     shape = CacheShape(shape=tiny_config(), context=256, block_size=16, max_running=1, dtype="bfloat16")
-    config = WorkerConfig(weights="", quantize=quantize)  # type: ignore[arg-type]
+    config = WorkerConfig(weights="", quantize=quantize)
     assert full_numerics("native2-amx", shape, config) == f"native2-amx-bfloat16{suffix}"
     assert full_numerics("torch", shape, config, "deterministic") == f"torch-bfloat16{suffix}-deterministic"
