@@ -360,7 +360,7 @@ def _sequence(config: ModelConfig, row: int, length: int) -> EngineSequence:
     n_blocks = length // BLOCK + 1
     one = request(str(row), random_prompt(length + 1, config.vocab_size, row), 1)
     blocks = array("i", range(row * n_blocks, (row + 1) * n_blocks))
-    return EngineSequence(request=one, tokens=array("q", one.prompt), arrival=row, blocks=blocks)
+    return EngineSequence(request=one, tokens=array("q", one.prompt), arrival=row, blocks=(blocks,))
 
 
 if __name__ == "__main__":

@@ -228,8 +228,12 @@ class Sequence:
     """Number of `tokens` whose keys and values are in the cache."""
     ahead: int = 0
     """Further tokens that steps in flight compute; the last may have been sampled on the device only."""
-    blocks: array[int] = field(default_factory=lambda: array("i"))
-    """Cache blocks, of type "i": the native kernels read them in place. Only ever extended, or replaced."""
+    blocks: tuple[array[int], ...] = ()
+    """Cache blocks while it runs: an array for each cache group, all of one length, of type "i", since the native
+    kernels read them in place. They are extended, and blocks that a window has passed become the null block; otherwise
+    the tuple is replaced."""
+    capacity: int = 0
+    """Tokens that `blocks` have slots for; the allocator changes both."""
     hashes: list[bytes] = field(default_factory=list)
     """Chained hashes of the full blocks of `tokens`, computed on demand."""
     num_registered: int = 0
@@ -331,10 +335,10 @@ class BatchPlan(Struct, frozen=True):
 
     chunks: tuple[Chunk, ...]
     started: tuple[RequestStarted, ...] = ()
-    clear: tuple[int, ...] = ()
-    """Blocks to zero first: they have a new owner, and their old values may not be finite."""
-    copies: tuple[tuple[int, int], ...] = ()
-    """(from, to): blocks to copy after that and before the step."""
+    clear: tuple[tuple[int, int], ...] = ()
+    """(cache group, block): blocks to zero first. They have a new owner, and their old values may not be finite."""
+    copies: tuple[tuple[int, int, int], ...] = ()
+    """(cache group, from, to): blocks to copy after that and before the step."""
 
 
 class SampledToken(Struct, frozen=True, gc=False):

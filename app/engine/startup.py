@@ -92,7 +92,9 @@ def build_engine(
         runners = backend.start(blocks, grammars, announce)
 
         def make_engine(limits: StepLimits) -> Engine:
-            scheduler = Scheduler(limits, BlockPool(blocks, cache_shape.block_size), Version(weights.version))
+            windows = [group.window for group in cache_shape.groups]
+            pools = [BlockPool(blocks, cache_shape.block_size, window=window) for window in windows]
+            scheduler = Scheduler(limits, *pools, version=Version(weights.version))
             return Engine(scheduler, *runners, release=backend.release, masks=grammars)
 
         engine = make_engine(limits)

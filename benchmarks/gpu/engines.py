@@ -14,6 +14,7 @@ import torch
 from app.common.ipc import WorkerConfig
 from app.engine import startup
 from app.engine.execution.engine import Engine
+from app.engine.execution.torch_executor import groups_of
 from app.engine.gpu.decoder import PagedDecoder
 from app.engine.gpu.graphs import Capture
 from app.engine.gpu.setup import device_runner
@@ -138,4 +139,5 @@ def emulated_engine(
     runner = device_runner(paged, kernels, limits, blocks=blocks, block_size=block_size, context=context)
     runner.warm_up(limits.tokens_per_step)
     runner.capture(capture)
-    return Engine(Scheduler(limits, BlockPool(blocks, block_size)), runner, runner)
+    pools = [BlockPool(blocks, block_size, window=group.window) for group in groups_of(decoder)]
+    return Engine(Scheduler(limits, *pools), runner, runner)

@@ -13,7 +13,6 @@ import importlib
 import inspect
 import os
 import sys
-from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -187,7 +186,7 @@ async def _leak(real: Any, *arguments: Any, **named: Any) -> Any:
 
 @_removal("allocator.release", "app.engine.scheduling.block_allocator", "BlockAllocator.release")
 def _leak_blocks(real: Any, allocator: Any, sequence: Any) -> None:
-    sequence.blocks = array("i")
+    sequence.blocks = ()
     real(allocator, sequence)
 
 

@@ -48,8 +48,8 @@ class PoolExecutor:
 class NativeCompute:
     """Executor that reads and packs the weights at construction.
 
-    The cache holds [layer, 2, block, kv_head, 16 slots x head_dim], within a block as source/attend.h says; the last
-    block is padding.
+    The cache of each group holds [layer of the group, 2, block, kv_head, 16 slots x head_dim], within a block as
+    source/attend.h says; the reserved blocks come last.
     """
 
     def __init__(
@@ -70,9 +70,11 @@ class NativeCompute:
         self.program = program = Program(
             library, config, read, pool.handle, dtype=dtype, weight_format=weight_format, restored=restored
         )
-        shape = (self.config.n_layers, 2, blocks + 1, self.config.n_kv_heads, BLOCK * padded_head_dim(self.config))
-        self._cache = zeros(shape, program.dtype)
-        self._padding_blocks = array("i", [blocks]) * -(-self.config.context // BLOCK)
+        sizes = (config.n_kv_heads, BLOCK * padded_head_dim(config))
+        shapes = [(len(group.layers), 2, blocks + group.n_reserved_blocks, *sizes) for group in program.groups]
+        self._caches = [zeros(shape, program.dtype) for shape in shapes]
+        padding_blocks = array("i", [blocks]) * -(-self.config.context // BLOCK)
+        self._padding_tables = (padding_blocks,) * len(program.groups)
         self.executor = self.executor_on(pool)
         """Replace it to compute with other threads: the same bits."""
         self._logits = np.empty((0, program.logits_columns), np.float32)
@@ -82,25 +84,30 @@ class NativeCompute:
 
     def executor_on(self, pool: ThreadPool) -> PoolExecutor:
         """An executor of this decoder and its cache on the threads of `pool`."""
-        return PoolExecutor(self._library, self.program.shape(self._cache), pool)
+        return PoolExecutor(self._library, self.program.shape(self._caches), pool)
 
     def run(self, plan: BatchPlan) -> Items[Chunk]:
         """Runs one step; rows are in the order of the plan."""
-        if plan.clear:
-            self._cache[:, :, list(plan.clear)] = 0
-        if plan.copies:
-            sources, targets = ([pair[side] for pair in plan.copies] for side in (0, 1))
-            self._cache[:, :, targets] = self._cache[:, :, sources]
-        tokens, chunks = array("q"), list[int]()
+        for group, block in plan.clear:
+            self._caches[group][:, :, block] = 0
+        for group, source, target in plan.copies:
+            self._caches[group][:, :, target] = self._caches[group][:, :, source]
+        tokens, chunks, has_groups = array("q"), list[int](), len(self._caches) > 1
+        append_token = tokens.append
         for chunk in plan.chunks:
             start, stop, sequence = chunk.start, chunk.stop, chunk.sequence
-            blocks = sequence.blocks or self._padding_blocks
+            tables = sequence.blocks or self._padding_tables
+            blocks = tables[0]
             assert len(blocks) * BLOCK >= stop, "the kernels would read the blocks of the next sequence"
-            if stop - start == 1:
-                tokens.append(sequence.tokens[start])  # faster than a slice
+            n_rows = stop - start
+            if n_rows == 1:
+                append_token(sequence.tokens[start])  # faster than a slice
             else:
                 tokens += sequence.tokens[start:stop]
-            chunks += (stop - start, start, blocks.buffer_info()[0])
+            chunks += (n_rows, start, blocks.buffer_info()[0])
+            if has_groups:
+                assert len(tables) == len(self._caches), "the kernels would read past the chunk"
+                chunks += [others.buffer_info()[0] for others in tables[1:]]
         table = array("q", chunks)
         addresses = (tokens.buffer_info()[0], table.buffer_info()[0])
         step = Step(len(tokens), len(plan.chunks), *addresses, self.seconds and self.seconds.buffer_info()[0])

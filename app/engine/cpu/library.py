@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
-from ctypes import CDLL, POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_long, c_void_p
+from ctypes import CDLL, POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_long, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -99,10 +99,16 @@ class NativeOperation(Structure):
         *((name, c_int32) for name in ("kind", "source", "target", "flag", "layer", "columns")),
         *((name, c_int32) for name in ("gated", "window", "rotary_half")),
         *((name, c_float) for name in ("eps", "attention_scale")),
-        ("accumulates", c_int32),
+        *((name, c_int32) for name in ("accumulates", "group", "unused")),
         ("matrix", POINTER(Matrix)),
         *((name, c_void_p) for name in ("weight", "bias", "rope_table")),
     )
+
+
+class Cache(Structure):
+    """Mirrors InkCache."""
+
+    _fields_ = (("numbers", c_void_p), ("n_blocks", c_int64))
 
 
 class Shape(Structure):
@@ -110,11 +116,11 @@ class Shape(Structure):
 
     _fields_ = (
         *((name, c_int32) for name in ("is_bf16", "n_registers", "query_heads", "kv_heads", "head_width", "width")),
-        *((name, c_int32) for name in ("n_operations", "n_blocks", "final_norm", "padded_head")),
+        *((name, c_int32) for name in ("n_operations", "n_groups", "final_norm", "padded_head")),
         *((name, c_float) for name in ("embedding_scale", "soft_cap", "eps")),
         ("position_embeddings", c_void_p),
         *((name, POINTER(Matrix)) for name in ("embedding", "head")),
-        *((name, c_void_p) for name in ("final_weight", "final_bias", "cache", "register_columns", "operations")),
+        *((name, c_void_p) for name in ("final_weight", "final_bias", "caches", "register_columns", "operations")),
     )
 
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable
+from collections.abc import Sequence as Items
 from typing import Any, get_args
 
 import numpy as np
 
-from app.engine.cpu.library import HugepageAllocator, Matrix, NativeOperation, Shape, address_of
+from app.engine.cpu.library import Cache, HugepageAllocator, Matrix, NativeOperation, Shape, address_of
+from app.engine.memory.cache_groups import cache_groups, cache_places
 from model.config import Activation, ModelConfig
 from model.decoder_program import Kind, Operation, Register, Weight, decoder_program
 from model.number_formats import Array, as_float32
@@ -63,6 +65,8 @@ class Program:
         """All that depends on the weights; tables of positions are elsewhere."""
         self._keepalive: list[Any] = []
         self._operations: list[NativeOperation] = []
+        self.groups = cache_groups(config, dtype)
+        self._places = cache_places(self.groups)
         self._rope_tables = {rope: self._kept(rope_table(config, rope)) for rope in config.ropes}
         embed, *self._body, final_norm, head = decoder_program(config)
         self.head = self._matrix(*head.weights)
@@ -92,9 +96,11 @@ class Program:
         """Numbers of a row of logits: the vocabulary size, rounded up to whole panels."""
         return _round_up(self.config.vocab_size, PANEL)
 
-    def shape(self, cache: Array) -> Shape:
-        """The decoder's shape with this cache [layer, 2, block, kv head, 16 * padded_head_dim]."""
-        self._shape.cache, self._shape.n_blocks = address_of(cache), cache.shape[2]
+    def shape(self, caches: Items[Array]) -> Shape:
+        """The decoder's shape with a cache [layer of the group, 2, block, kv head, 16 * padded_head_dim] per group."""
+        table = (Cache * len(caches))(*(Cache(address_of(cache), cache.shape[2]) for cache in caches))
+        self._keepalive.append(table)
+        self._shape.caches = ctypes.addressof(table)
         return self._shape
 
     def _make_shape(self, embed: Operation, final_norm: Operation) -> Shape:
@@ -111,6 +117,7 @@ class Program:
             width=c.width,
             n_operations=len(operations),
             final_norm=_NORMS[c.norm] if final_norm.weights else 0,
+            n_groups=len(self.groups),
             padded_head=padded_head_dim(c),
             embedding_scale=c.embedding_scale,
             soft_cap=c.logit_soft_cap or 0.0,
@@ -162,11 +169,13 @@ class Program:
                 fields = {"columns": config.width}
             case _:
                 raise AssertionError(f"the kernels have no {kind.name}")
+        group, layer = self._places[operation.layer]
         return NativeOperation(
             kind=kind,
             source=operation.source,
             target=operation.target,
-            layer=operation.layer,
+            group=group,
+            layer=layer,
             accumulates=operation.accumulates,
             eps=config.norm_eps,
             **fields,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from app.common.types import Chunk
-from app.engine.execution.torch_executor import KVCache, RowGroup, as_addend, attend_groups
+from app.engine.execution.torch_executor import KVCache, RowGroup, as_addend, attend_groups, groups_of
 from app.engine.memory.memory_plan import TILE, source_tokens
 from model.nn.attention import EncoderAttend
 from model.nn.transformer import Decoder
@@ -28,7 +28,8 @@ class EncoderCache:
     def __init__(self, decoder: Decoder, *, slots: int, context: int) -> None:
         self._decoder = decoder
         self._tiles = source_tokens(context) // TILE
-        self._cache = KVCache(decoder, blocks=slots * self._tiles, block_size=TILE)
+        (group,) = groups_of(decoder)
+        self._cache = KVCache(decoder, group, blocks=slots * self._tiles, block_size=TILE)
         self._free = list(range(slots))
         self._slots: OrderedDict[Source, int] = OrderedDict()
 
@@ -75,7 +76,7 @@ class EncoderCache:
             batch=len(chunks),
             length=chunks[0].stop - chunks[0].start,
             block_rows_X=self._cache.block_rows(torch.tensor(table, device=device)),
-            hidden_B1NL={None: as_addend(hidden_B11L)},
+            hidden_B1NL=as_addend(hidden_B11L),
         )
 
     def _blocks(self, slot: int) -> list[int]:

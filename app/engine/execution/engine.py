@@ -159,9 +159,9 @@ class FaultIsolation:
 
 def _alone(chunk: Chunk, plan: BatchPlan) -> BatchPlan:
     """The chunk with the preparation of its own blocks only: clearing other sequences' blocks would lose their data."""
-    own = {*chunk.sequence.blocks}
-    clear = tuple(block for block in plan.clear if block in own)
-    copies = tuple(pair for pair in plan.copies if pair[1] in own)
+    own = {(group, block) for group, blocks in enumerate(chunk.sequence.blocks) for block in blocks}
+    clear = tuple(cleared for cleared in plan.clear if cleared in own)
+    copies = tuple(copy for copy in plan.copies if (copy[0], copy[2]) in own)
     return BatchPlan((chunk,), clear=clear, copies=copies)
 
 

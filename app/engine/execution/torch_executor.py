@@ -14,15 +14,17 @@ length of the sum (float32 from 256 keys on, bfloat16 from 576 on).
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from app.common.types import BatchPlan, Chunk
+from app.engine.memory.cache_groups import CacheGroup, cache_groups, cache_places
 from app.engine.memory.memory_plan import TILE
 from model.nn.attention import CrossAttend, masked_positions
 from model.nn.interpreter import Interpreter
@@ -37,21 +39,26 @@ _SMALL_PRODUCT = {torch.float32: 399, torch.bfloat16: 4096}
 differed with 64 columns and 32 rows of a matrix, none with one row more)."""
 
 
+def groups_of(decoder: Decoder) -> tuple[CacheGroup, ...]:
+    """The cache groups of a decoder, whose caches have the number format of its embedding."""
+    return cache_groups(decoder.config, str(decoder.embedding.dtype).removeprefix("torch."))
+
+
 class KVCache:
-    """[layer, 2, block, kv_head, slot, head_dim]; the last block is for padding only.
+    """Blocks of a cache group, [layer of the group, 2, block, kv_head, slot, head_dim]; the reserved ones come last.
 
     kv_head comes before slot, so that a gather of blocks is directly the operand of the matrix product: 2.7 times
     faster at 32 rows of 256 positions than slot first (which copies again), 1.4 times at one row.
     """
 
-    def __init__(self, decoder: Decoder, *, blocks: int, block_size: int) -> None:
-        """Allocates the cache in the number format and on the device of the decoder's embedding."""
+    def __init__(self, decoder: Decoder, group: CacheGroup, *, blocks: int, block_size: int) -> None:
+        """Allocates the cache on the device of the decoder's embedding."""
         self.config = config = decoder.config
-        self.windows = config.windows
+        self.window = group.window
         self.block_size = block_size
         self.padding_block = blocks
-        shape = (config.n_layers, 2, blocks + 1, config.n_kv_heads, block_size, config.head_dim)
-        self.data = decoder.embedding.new_zeros(shape, requires_grad=False)
+        shape = (len(group.layers), 2, blocks + group.n_reserved_blocks, config.n_kv_heads, block_size, config.head_dim)
+        self.data = torch.zeros(shape, dtype=getattr(torch, group.format.dtype), device=decoder.embedding.device)
 
     def write(self, layer: int, k_TKC: Tensor, v_TKC: Tensor, slots_X: Tensor) -> None:
         """Stores keys and values at slots [T * K] (see slot_rows)."""
@@ -91,8 +98,17 @@ class RowGroup:
     batch: int
     length: int
     block_rows_X: Tensor
-    hidden_B1NL: Mapping[int | None, Tensor]
-    """For each window: 0 where a query token may attend, -inf where it may not; N may be 1 if all attend alike."""
+    hidden_B1NL: Tensor
+    """0 where a query token may attend, -inf where it may not; N may be 1 if all attend alike."""
+
+
+class _GroupStep(NamedTuple):
+    """What attention in the layers of one cache group needs in a step."""
+
+    cache: KVCache
+    slots_X: Tensor
+    """Where the step's keys and values go (KVCache.slot_rows)."""
+    row_groups: list[RowGroup]
 
 
 class _PagedAttend:
@@ -101,25 +117,25 @@ class _PagedAttend:
     The chunks must be in the order of _group_chunks(); rows after the last chunk are padding and result in zeros.
     """
 
-    def __init__(self, cache: KVCache, groups: Items[Items[Chunk]], slots_X: Tensor) -> None:
-        self.cache = cache
-        self._slots_X = slots_X
-        self._groups = [_row_group(cache, chunks) for chunks in groups]
+    def __init__(self, places: Items[tuple[int, int]], steps: Items[_GroupStep]) -> None:
+        """places: see cache_places()."""
+        self._places = places
+        self._steps = steps
 
     def __call__(self, layer: int, q_THC: Tensor, k_TKC: Tensor, v_TKC: Tensor) -> Tensor:
-        self.cache.write(layer, k_TKC, v_TKC, self._slots_X)
-        return attend_groups(self.cache, layer, self._groups, q_THC, self.cache.windows[layer])
+        group, place = self._places[layer]
+        cache, slots_X, row_groups = self._steps[group]
+        cache.write(place, k_TKC, v_TKC, slots_X)
+        return attend_groups(cache, place, row_groups, q_THC)
 
 
-def attend_groups(
-    cache: KVCache, layer: int, groups: Items[RowGroup], q_THC: Tensor, window: int | None = None
-) -> Tensor:
+def attend_groups(cache: KVCache, layer: int, groups: Items[RowGroup], q_THC: Tensor) -> Tensor:
     """[T, H, C]: softmax(q k^T / sqrt(C)) v of each group's tokens over its blocks; zeros after the last group."""
     q_TKGC = (q_THC * q_THC.shape[-1] ** -0.5).unflatten(1, (cache.config.n_kv_heads, -1))
     parts, start = [], 0
     for group in groups:
         stop = start + group.batch * group.length
-        parts.append(_attend(cache, layer, group, group.hidden_B1NL[window], q_TKGC[start:stop]))
+        parts.append(_attend(cache, layer, group, q_TKGC[start:stop]))
         start = stop
     if start < len(q_THC):
         parts.append(q_THC.new_zeros(len(q_THC) - start, *q_THC.shape[1:]))
@@ -143,7 +159,7 @@ def _group_chunks(chunks: Items[Chunk]) -> list[list[Chunk]]:
     return [*decodes.values(), *singles]
 
 
-def _attend(cache: KVCache, layer: int, group: RowGroup, hidden_B1NL: Tensor, q_TKGC: Tensor) -> Tensor:
+def _attend(cache: KVCache, layer: int, group: RowGroup, q_TKGC: Tensor) -> Tensor:
     """[batch * length, H, C]."""
     batch, length = group.batch, group.length
     n_kv, n_group, head_dim = q_TKGC.shape[1:]
@@ -152,7 +168,7 @@ def _attend(cache: KVCache, layer: int, group: RowGroup, hidden_B1NL: Tensor, q_
     q_XRC = F.pad(q_XRC, (0, 0, 0, n_rows - q_XRC.shape[1]))
     k_XLC = cache.gather(layer, 0, group.block_rows_X, batch)
     scores_XRL = torch.bmm(q_XRC, k_XLC.transpose(1, 2))[:, : length * n_group]
-    scores_BKNGL = scores_XRL.view(batch, n_kv, length, n_group, -1) + hidden_B1NL.unsqueeze(3)
+    scores_BKNGL = scores_XRL.view(batch, n_kv, length, n_group, -1) + group.hidden_B1NL.unsqueeze(3)
     weights_XRL = scores_BKNGL.softmax(-1).to(q_XRC.dtype).view(batch * n_kv, length * n_group, -1)
     weights_XRL = F.pad(weights_XRL, (0, 0, 0, n_rows - length * n_group))
     v_XLC = cache.gather(layer, 1, group.block_rows_X, batch)
@@ -161,19 +177,25 @@ def _attend(cache: KVCache, layer: int, group: RowGroup, hidden_B1NL: Tensor, q_
     return out_BNHC.reshape(-1, n_kv * n_group, head_dim)
 
 
-def _row_group(cache: KVCache, chunks: Items[Chunk]) -> RowGroup:
+def _row_group(cache: KVCache, index: int, chunks: Items[Chunk]) -> RowGroup:
+    """The chunks' blocks in the cache of the group `index`.
+
+    All blocks from the first on are read: those that a window has passed are null blocks, since a weight of 0 hides
+    only finite values.
+    """
     device, length = cache.data.device, chunks[0].stop - chunks[0].start
     kv_length = max(_tiles(chunk.stop) for chunk in chunks) * TILE
     per_row = kv_length // cache.block_size
-    table = [_padded(chunk.sequence.blocks, per_row, cache.padding_block) for chunk in chunks]
+    tables = [chunk.sequence.blocks for chunk in chunks]
+    rows = [_padded(table[index] if table else array("i"), per_row, cache.padding_block) for table in tables]
     starts_B11 = torch.tensor([chunk.start for chunk in chunks], device=device)[:, None, None]
     positions_BN1 = starts_B11 + torch.arange(length, device=device)[None, :, None]
-    hidden_BNL = {window: masked_positions(positions_BN1, kv_length, window) for window in set(cache.windows)}
+    hidden_BNL = masked_positions(positions_BN1, kv_length, cache.window)
     return RowGroup(
         batch=len(chunks),
         length=length,
-        block_rows_X=cache.block_rows(torch.tensor(table, device=device)),
-        hidden_B1NL={window: as_addend(hidden.unsqueeze(1)) for window, hidden in hidden_BNL.items()},
+        block_rows_X=cache.block_rows(torch.tensor(rows, device=device)),
+        hidden_B1NL=as_addend(hidden_BNL.unsqueeze(1)),
     )
 
 
@@ -214,7 +236,9 @@ class TorchExecutor:
         cache_attributes(decoder)
         self.config = decoder.config
         self._decoder, self._interpret = decoder, Interpreter(decoder)
-        self._cache = KVCache(decoder, blocks=blocks, block_size=block_size)
+        groups = groups_of(decoder)
+        self._places = cache_places(groups)
+        self._caches = [KVCache(decoder, group, blocks=blocks, block_size=block_size) for group in groups]
         self._attend_sources = attend_sources
         self._hidden_TD = torch.empty(0)
         self._smallest = min(parameter.numel() for parameter in decoder.parameters() if parameter.ndim == 2)
@@ -222,16 +246,16 @@ class TorchExecutor:
     @torch.inference_mode()
     def run(self, plan: BatchPlan) -> Items[Chunk]:
         """Computes one step: decodes of similar length together, every other chunk separately."""
-        if plan.clear:
-            self._cache.clear(list(plan.clear))
-        if plan.copies:
-            self._cache.copy(plan.copies)
+        self._prepare(plan)
         groups = _group_chunks(plan.chunks)
         chunks = [chunk for group in groups for chunk in group]
-        tokens_T, positions_T, blocks_T = self._inputs(chunks)
-        slots_X = self._cache.slot_rows(blocks_T, positions_T % self._cache.block_size)
+        tokens_T, positions_T, *blocks_GT = self._inputs(chunks)
+        steps = []
+        for index, (cache, blocks_T) in enumerate(zip(self._caches, blocks_GT, strict=True)):
+            slots_X = cache.slot_rows(blocks_T, positions_T % cache.block_size)
+            steps.append(_GroupStep(cache, slots_X, [_row_group(cache, index, group) for group in groups]))
         cross = self._attend_sources(groups) if self._attend_sources else None
-        self._hidden_TD = self._interpret(tokens_T, positions_T, _PagedAttend(self._cache, groups, slots_X), cross)
+        self._hidden_TD = self._interpret(tokens_T, positions_T, _PagedAttend(self._places, steps), cross)
         return chunks
 
     @torch.inference_mode()
@@ -240,24 +264,34 @@ class TorchExecutor:
         padded = [*rows, *[rows[-1]] * (self._padded(len(rows)) - len(rows))]  # for batch invariance
         return self._decoder.head(self._hidden_TD[torch.tensor(padded, device=self._hidden_TD.device)])[: len(rows)]
 
-    def _inputs(self, chunks: Items[Chunk]) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens, positions and blocks [T], padded as batch invariance requires."""
-        size, padding = self._cache.block_size, self._cache.padding_block
+    def _prepare(self, plan: BatchPlan) -> None:
+        """Clears and copies blocks."""
+        for index, cache in enumerate(self._caches):
+            if clear := [block for group, block in plan.clear if group == index]:
+                cache.clear(clear)
+            if pairs := [(source, target) for group, source, target in plan.copies if group == index]:
+                cache.copy(pairs)
+
+    def _inputs(self, chunks: Items[Chunk]) -> Tensor:
+        """[2 + groups, T]: tokens, positions, blocks of each cache group; padded as batch invariance requires."""
+        size, padding = self._caches[0].block_size, self._caches[0].padding_block
         tokens: list[int] = []
         positions: list[int] = []
-        blocks: list[int] = []
+        blocks: list[list[int]] = [[] for _ in self._caches]
         for chunk in chunks:
             chunk_positions = range(chunk.start, chunk.stop)
             tokens += chunk.sequence.tokens[chunk.start : chunk.stop]
             positions += chunk_positions
-            owned = chunk.sequence.blocks
-            blocks += [owned[i // size] for i in chunk_positions] if owned else [padding] * len(chunk_positions)
+            for index, of_group in enumerate(blocks):
+                table = chunk.sequence.blocks
+                of_group += (
+                    [table[index][i // size] for i in chunk_positions] if table else [padding] * len(chunk_positions)
+                )
         extra = self._padded(len(tokens)) - len(tokens)
-        filled = (tokens + [0] * extra, positions + [0] * extra, blocks + [padding] * extra)
-        tokens_T, positions_T, blocks_T = torch.tensor(filled, device=self._cache.data.device)
-        return tokens_T, positions_T, blocks_T
+        filled = (tokens + [0] * extra, positions + [0] * extra, *(of_group + [padding] * extra for of_group in blocks))
+        return torch.tensor(filled, device=self._caches[0].data.device)
 
     def _padded(self, count: int) -> int:
         """Number of rows to which `count` rows must be padded, so that the matrix products are batch-invariant."""
-        dtype = self._cache.data.dtype
+        dtype = self._decoder.embedding.dtype
         return _rows(count, _LINEAR_ROWS[dtype], _SMALL_PRODUCT[dtype] // self._smallest + 1)

@@ -6,13 +6,16 @@ Shape legend: T tokens of the step, D width, V vocabulary, S rows with logits.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from app.engine.execution.torch_executor import groups_of
 from app.engine.gpu.kernels.interface import AttentionBatch, HeadsSpec, Kernels, NormSpec, RowLookup
 from app.engine.gpu.linears import padded_lm_head
+from app.engine.memory.cache_groups import cache_places
 from model.decoder_program import Kind, Operation, Register, decoder_program
 from model.nn.layers import LayerNorm, RMSNorm, cache_attributes
 from model.nn.transformer import Decoder
@@ -31,8 +34,9 @@ class PagedDecoder:
         """Never quantized; it defines device and number format of a step."""
         self._positions_PD = decoder.position_embedding
         self._sinusoids_PD: Tensor | None = decoder._buffers["sinusoids_PD"]
-        self._windows = tuple(dict.fromkeys(decoder.config.windows))
         _embed, *operations, _head = decoder_program(decoder.config)
+        self.groups = groups_of(decoder)
+        self._places = cache_places(self.groups)
         modules = {**dict(decoder.named_modules()), "": None}  # which calls the decoder itself ""
         self._operations = [
             (operation, module, self._spec(operation, module, decoder))
@@ -40,13 +44,21 @@ class PagedDecoder:
             for module in [modules[operation.module]]
         ]
 
-    def __call__(self, cache: Tensor, lookup: RowLookup, batch: AttentionBatch, out_TD: Tensor) -> None:
-        """Writes hidden states after the final norm to `out_TD`, and keys and values to the cache."""
+    def __call__(
+        self, caches: Items[Tensor], lookups: Items[RowLookup], batches: Items[AttentionBatch], out_TD: Tensor
+    ) -> None:
+        """Writes hidden states after the final norm to `out_TD`, and keys and values to the caches.
+
+        caches, lookups, batches: of each cache group.
+        """
         kernels, config, stream = self._kernels, self.config, Register.RESIDUAL
-        positions_T, slots_T = lookup.positions_T, lookup.slots_T
+        positions_T = lookups[0].positions_T
         heads = (config.n_heads, config.n_kv_heads, config.head_dim)
-        batches = {window: kernels.divide_attention(batch, *heads, window) for window in self._windows}
-        values = {stream: self._embed(lookup.tokens_T, positions_T)}
+        batches = [
+            kernels.divide_attention(batch, *heads, group.window)
+            for batch, group in zip(batches, self.groups, strict=True)
+        ]
+        values = {stream: self._embed(lookups[0].tokens_T, positions_T)}
         delta_TD: Tensor | None = None  # the next norm adds it to the residual stream
         for operation, module, spec in self._operations:
             source, target, layer = operation.source, operation.target, operation.layer
@@ -56,12 +68,13 @@ class PagedDecoder:
                     values[stream], values[target] = kernels.add_norm(values[stream], delta_TD, spec, *out)
                     delta_TD = None
                 case Kind.ROPE_CACHE:
-                    (heads_spec, rope_PC), qkv_TX = spec, values.pop(source)
+                    (heads_spec, rope_PC), qkv_TX, (group, place) = spec, values.pop(source), self._places[layer]
                     values[target] = kernels.split_heads(
-                        qkv_TX, heads_spec, positions_T, rope_PC, cache[layer], slots_T
+                        qkv_TX, heads_spec, positions_T, rope_PC, caches[group][place], lookups[group].slots_T
                     )
                 case Kind.ATTENTION:
-                    values[target] = kernels.attention(values.pop(source), cache[layer], batches[spec], spec).flatten(1)
+                    (group, place), q_THC = self._places[layer], values.pop(source)
+                    values[target] = kernels.attention(q_THC, caches[group][place], batches[group], spec).flatten(1)
                 case Kind.LINEAR | Kind.ADD:
                     out_TX = module(values.pop(source)) if module else values.pop(source)
                     if operation.activation:

@@ -57,7 +57,7 @@ class StepGraphs:
         self._tokens = tokens
         self._levels = (1, max_splits) if max_splits > 1 else (1,)
         n_inputs = 3 * tokens[-1] + 4 * self._most_tiles(tokens[-1]) if tokens else 0
-        self._inputs_X = torch.empty(n_inputs, dtype=torch.int32, device=steps.cache.device)
+        self._inputs_X = torch.empty(n_inputs, dtype=torch.int32, device=steps.device)
         """StepInputs of the captured steps with prompts."""
         self.replays: dict[tuple[str, int, int], Callable[[], None]] = {}
         """Captured parts by kind, size and splits."""

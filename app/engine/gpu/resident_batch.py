@@ -4,7 +4,8 @@ A sequence keeps its row from its first step until another sequence needs the ro
 only changes: new sequences, added blocks, the last token of a sequence that was away. One stream orders all work of the
 device, so that a row may be reassigned while a step that uses it still runs.
 
-Shape legend: R rows, B blocks of a row's table, S rows of a step, N rows of an update, W words, X flattened.
+Shape legend: G cache groups, R rows, B blocks of a row's table, S rows of a step, N rows of an update, W words, X
+flattened.
 """
 
 from __future__ import annotations
@@ -195,8 +196,10 @@ class _ResidentRow:
     """The host's view of a row, as it will be after the launched steps. Owned by ResidentBatch."""
 
     row: int
-    blocks: array[int]
-    """The list object of the sequence, which is replaced if the sequence is preempted and readmitted."""
+    blocks: tuple[array[int], ...]
+    """The tuple object of the sequence, which is replaced if the sequence is preempted and readmitted."""
+    first_blocks: array[int]
+    """Its blocks of the first cache group, which are as many as those of all others."""
     n_blocks: int = 0
     length: int = 0
     """Tokens whose keys and values are in the cache."""
@@ -216,7 +219,7 @@ class ResidentUpdates:
     masked_rows: list[int] = field(default_factory=list)
     masks: array[int] = field(default_factory=lambda: array("i"))
     blocks: dict[int, int] = field(default_factory=dict)
-    """By index in the flattened block table."""
+    """By index in the flattened block tables."""
     tokens: dict[int, int] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
@@ -231,16 +234,26 @@ class ResidentUpdates:
 
 
 class ResidentBatch:
-    """Device state of up to `count` sequences. The last row is for padding."""
+    """Device state of up to `count` sequences. The last row is for padding.
 
-    def __init__(self, *, count: int, context: int, block_size: int, padding_block: int, table: SamplingTable) -> None:
+    The block tables, one for each cache group, may list blocks that a window has passed and that others own now: no
+    later token of the row sees them.
+    """
+
+    def __init__(
+        self, *, count: int, context: int, block_size: int, padding_block: int, table: SamplingTable, n_groups: int = 1
+    ) -> None:
         self.padding_row = count
         self.context = context
         self.table = table
         device, table_blocks = table.words_RW.device, -(-context // block_size)
         self._padding_block = padding_block
-        block_table_RB = torch.full((count + 1, table_blocks), padding_block, dtype=torch.int32, device=device)
-        self.state = RowState(block_table_RB, table.last_token_R, block_size)
+        size = (count + 1) * table_blocks
+        shape = (n_groups, -(-size // ALIGNED) * ALIGNED)
+        self._block_tables_GX = torch.full(shape, padding_block, dtype=torch.int32, device=device)
+        tables = [table_X[:size].view(count + 1, table_blocks) for table_X in self._block_tables_GX]
+        self.states = [RowState(table_RB, table.last_token_R, block_size) for table_RB in tables]
+        """Of each cache group."""
         self._resident_rows: dict[Sequence, _ResidentRow] = {}
         self._free = list(range(count))
 
@@ -258,7 +271,7 @@ class ResidentBatch:
             sequence, start, stop = chunk.sequence, chunk.start, chunk.stop
             if resident is None or resident.blocks is not sequence.blocks or resident.length != start:
                 resident = self._load(sequence, resident, updates)
-            if len(resident.blocks) > resident.n_blocks:
+            if len(resident.first_blocks) > resident.n_blocks:
                 self._add_blocks(resident, updates)
             samples = stop >= len(sequence.tokens)  # chunk.samples
             if samples and resident.last_token_position != start and stop == start + 1:
@@ -281,7 +294,7 @@ class ResidentBatch:
             self.table.load(rows_N, numbers_X[words].view(len(rows_N), -1), *histories)
         if masked_rows != EMPTY:
             self.table.load_masks(numbers_X[masked_rows], numbers_X[masks])
-        targets = (self.state.block_table_RB, self.state.last_token_R)
+        targets = (self._block_tables_GX, self.table.last_token_R)
         for target, index, values in zip(targets, pairs[::2], pairs[1::2], strict=True):
             if index != EMPTY:
                 target.view(-1).index_copy_(0, numbers_X[index].long(), numbers_X[values])
@@ -297,15 +310,21 @@ class ResidentBatch:
         self.release_rows([old for old in others if old in self._resident_rows][: max(0, count - len(self._free))])
 
     def _add_blocks(self, resident: _ResidentRow, updates: ResidentUpdates) -> None:
-        first = resident.row * self.state.block_table_RB.shape[1]
-        updates.blocks.update(enumerate(resident.blocks[resident.n_blocks :], first + resident.n_blocks))
-        resident.n_blocks = len(resident.blocks)
+        for group, blocks in enumerate(resident.blocks):
+            first = self._first_entry(group, resident.row) + resident.n_blocks
+            updates.blocks.update(enumerate(blocks[resident.n_blocks :], first))
+        resident.n_blocks = len(resident.first_blocks)
+
+    def _first_entry(self, group: int, row: int) -> int:
+        """Index of a row's first block in the flattened block tables."""
+        return group * self._block_tables_GX.shape[1] + row * self.states[group].block_table_RB.shape[1]
 
     def _load(self, sequence: Sequence, resident: _ResidentRow | None, updates: ResidentUpdates) -> _ResidentRow:
         request, row = sequence.request, resident.row if resident else self._free.pop()
         if not sequence.blocks:  # without blocks, the sequence writes to the padding block
-            size = self.state.block_table_RB.shape[1]
-            updates.blocks.update(dict.fromkeys(range(row * size, (row + 1) * size), self._padding_block))
+            for group in range(len(self.states)):
+                first, size = self._first_entry(group, row), self.states[group].block_table_RB.shape[1]
+                updates.blocks.update(dict.fromkeys(range(first, first + size), self._padding_block))
         updates.loaded_rows.append(row)
         updates.words.extend(pack_request(request, self.table.vocab_size))
         if request.params.min_tokens and not request.grammar:  # a guided row gets its mask in each step
@@ -316,5 +335,7 @@ class ResidentBatch:
             updates.history.extend(sequence.tokens.tolist())
             updates.history_rows.extend([row] * length)
             updates.history_generated.extend([0] * prompt + [1] * (length - prompt))
-        resident = self._resident_rows[sequence] = _ResidentRow(row=row, blocks=sequence.blocks)
+        blocks = sequence.blocks
+        first_blocks = blocks[0] if blocks else array("i")
+        resident = self._resident_rows[sequence] = _ResidentRow(row=row, blocks=blocks, first_blocks=first_blocks)
         return resident

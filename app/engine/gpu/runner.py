@@ -151,7 +151,7 @@ class DeviceRunner:
                 masks.extend(token_mask(sequence.request, sequence.num_generated, vocab_size, allowed))
         if rows:
             sections = [upload.add(rows), upload.add(masks)]
-            numbers_X = upload.send(self._steps.cache.device)
+            numbers_X = upload.send(self._steps.device)
             self._resident.table.load_masks(*(numbers_X[section] for section in sections))
         return decided
 
@@ -172,19 +172,24 @@ class _StepUpload:
             lengths.extend([1] * n_padding)
         self.upload.add(rows, size)
         self.upload.add(lengths, size)
-        self._blocks: list[slice] = []
+        self._blocks: list[tuple[int, list[slice]]] = []
         if plan.clear or plan.copies:
-            columns = (plan.clear, *([pair[side] for pair in plan.copies] for side in (0, 1)))
-            self._blocks = [self.upload.add(column) for column in columns]
+            self._blocks = [(group, self._preparations(plan, group)) for group in range(len(steps.caches))]
         self._updates = [self.upload.add(section) for section in updates.sections()] if updates else []
+
+    def _preparations(self, plan: BatchPlan, group: int) -> list[slice]:
+        """Adds the blocks of a cache group that the step clears first, and those that it copies from and to."""
+        clear = [block for other, block in plan.clear if other == group]
+        copies = [copy for copy in plan.copies if copy[0] == group]
+        return [self.upload.add(column) for column in (clear, *([copy[side] for copy in copies] for side in (1, 2)))]
 
     def send(self) -> Tensor:
         """Sends all sections, and applies the updates. Returns the sections on the device."""
-        numbers_X = self.upload.send(self._steps.cache.device)
+        numbers_X = self.upload.send(self._steps.device)
         drawn_X = self._steps.drawn_X
         drawn_X.copy_(numbers_X[: drawn_X.numel()])
-        if self._blocks:
-            self._steps.prepare(*(numbers_X[section] for section in self._blocks))
+        for group, sections in self._blocks:
+            self._steps.prepare(group, *(numbers_X[section] for section in sections))
         if self._updates:
             self._steps.resident.apply(numbers_X, self._updates)
         return numbers_X

@@ -39,22 +39,28 @@ def device_runner(
     deterministic: bool = False,
     grammars: MaskProvider | None = None,
 ) -> DeviceRunner:
-    """Builds the runner with a cache of `blocks` blocks and one padding block.
+    """Builds the runner with caches of `blocks` blocks and the reserved ones.
 
     deterministic: every step has the same shapes, so that no library selects a different algorithm because of other
     rows.
     """
-    config, max_running, embedding = decoder.config, limits.max_running, decoder.embedding
+    config, max_running, embedding, groups = decoder.config, limits.max_running, decoder.embedding, decoder.groups
     table = SamplingTable(max_running + 1, config.vocab_size, embedding.device)
     resident = ResidentBatch(
-        count=max_running, context=context, block_size=block_size, padding_block=blocks, table=table
+        count=max_running,
+        context=context,
+        block_size=block_size,
+        padding_block=blocks,
+        table=table,
+        n_groups=len(groups),
     )
     # Slots before heads: the layout that other libraries' kernels use too.
-    shape = (config.n_layers, 2, blocks + 1, block_size, config.n_kv_heads, config.head_dim)
-    cache = torch.zeros(shape, dtype=embedding.dtype, device=embedding.device)
+    sizes = (block_size, config.n_kv_heads, config.head_dim)
+    shapes = [(len(group.layers), 2, blocks + group.n_reserved_blocks, *sizes) for group in groups]
+    caches = [torch.zeros(shape, dtype=embedding.dtype, device=embedding.device) for shape in shapes]
     tokens = round_up(limits.tokens_per_step)
     fixed = tokens if deterministic else 0
-    steps = StepProgram(decoder, kernels, cache, resident, max_rows=max_running, max_tokens=tokens, tokens=fixed)
+    steps = StepProgram(decoder, kernels, caches, resident, max_rows=max_running, max_tokens=tokens, tokens=fixed)
     rows, captured = row_buckets(max_running), token_buckets(tokens)
     if deterministic:
         rows, captured = rows[-1:], (tokens,) if tokens in captured else ()

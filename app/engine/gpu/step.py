@@ -7,6 +7,8 @@ Shape legend: R resident rows that may sample, S rows of the draw, T tokens of t
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
+
 import torch
 from torch import Tensor
 
@@ -29,22 +31,26 @@ class StepProgram:
         self,
         decoder: PagedDecoder,
         kernels: Kernels,
-        cache: Tensor,
+        caches: Items[Tensor],
         resident: ResidentBatch,
         *,
         max_rows: int,
         max_tokens: int,
         tokens: int = 0,
     ) -> None:
-        """max_rows: largest decode step. tokens: number that every step is padded to, if shapes are fixed; else 0."""
-        config, device = decoder.config, cache.device
+        """caches: of each cache group, [layer of the group, 2, block, ..].
+
+        max_rows: largest decode step. tokens: number that every step is padded to, if shapes are fixed; else 0.
+        """
+        config, device = decoder.config, caches[0].device
         self.tokens = tokens
         self.max_rows = max_rows
         self.tile_tokens = max(_MIN_TILE_TOKENS, _TILE_ROWS // (config.n_heads // config.n_kv_heads))
         """Query tokens of an attention tile in steps with prompts."""
         self.decoder = decoder
         self.resident = resident
-        self.cache = cache
+        self.caches = caches
+        self.device = device
         self.drawn_2R = torch.empty(2, -(-max_rows // ALIGNED) * ALIGNED, dtype=torch.int32, device=device)
         """Resident rows that sample, and the lengths of their sequences; set before a step."""
         self.drawn_X = self.drawn_2R.view(-1)
@@ -53,7 +59,8 @@ class StepProgram:
         self._kernels = kernels
         self._order_S = torch.arange(max_rows, dtype=torch.int32, device=device)
         self._ones_S = torch.ones_like(self._order_S)
-        self._hidden_TD = torch.empty(max(max_tokens, max_rows), config.width, dtype=cache.dtype, device=device)
+        n_rows = max(max_tokens, max_rows)
+        self._hidden_TD = torch.empty(n_rows, config.width, dtype=decoder.embedding.dtype, device=device)
         self._scoring = SamplingTable(1, config.vocab_size, device, logprobs=TOP)
         self._scored_row_S = torch.zeros(SCORED_ROWS, dtype=torch.int32, device=device)
 
@@ -62,25 +69,26 @@ class StepProgram:
         self.drawn_2R[0].fill_(self.resident.padding_row)
         self.drawn_2R[1].fill_(1)
 
-    def prepare(self, clear_N: Tensor, sources_N: Tensor, targets_N: Tensor) -> None:
-        """Zeroes blocks of the cache [layer, 2, block, ..], then copies blocks."""
+    def prepare(self, group: int, clear_N: Tensor, sources_N: Tensor, targets_N: Tensor) -> None:
+        """Zeroes blocks of a cache group, then copies blocks."""
+        cache = self.caches[group]
         if len(clear_N):
-            self.cache.index_fill_(2, clear_N.long(), 0)
+            cache.index_fill_(2, clear_N.long(), 0)
         if len(targets_N):
-            self.cache.index_copy_(2, targets_N.long(), self.cache.index_select(2, sources_N.long()))
+            cache.index_copy_(2, targets_N.long(), cache.index_select(2, sources_N.long()))
 
     def decode(self, count: int, splits: int) -> None:
         """Forward pass of the last token of the first `count` rows. splits: at least those of the longest sequence."""
         rows_T = self._padded(self.drawn_2R[0, :count], self.resident.padding_row)
         lengths_T = self._padded(self.drawn_2R[1, :count], 1)
-        lookup = self._kernels.look_up(rows_T, lengths_T, None, self.resident.state)
-        tiles = (lookup.tile_rows_T[:count], self._order_S[:count], lookup.positions_T[:count], self._ones_S[:count])
-        self._forward(lookup, tiles, 1, splits)
+        lookups = self._look_up(rows_T, lengths_T, None)
+        rows_X, positions_X = lookups[0].tile_rows_T[:count], lookups[0].positions_T[:count]
+        self._forward(lookups, (rows_X, self._order_S[:count], positions_X, self._ones_S[:count]), 1, splits)
 
     def prefill(self, inputs: StepInputs[Tensor], splits: int) -> None:
         """Forward pass of a step with prompts."""
-        lookup = self._kernels.look_up(inputs.rows_T, inputs.lengths_T, inputs.tokens_T, self.resident.state)
-        self._forward(lookup, inputs[3:], self.tile_tokens, splits)
+        lookups = self._look_up(inputs.rows_T, inputs.lengths_T, inputs.tokens_T)
+        self._forward(lookups, inputs[3:], self.tile_tokens, splits)
 
     def draw(self, count: int) -> None:
         """Samples for the first `count` tokens of the last forward pass."""
@@ -99,18 +107,25 @@ class StepProgram:
             pieces.append(out.numbers_X)
         return torch.cat(pieces)
 
-    def _forward(self, lookup: RowLookup, tiles: tuple[Tensor, ...], tile_tokens: int, splits: int) -> None:
+    def _look_up(self, rows_T: Tensor, lengths_T: Tensor, tokens_T: Tensor | None) -> list[RowLookup]:
+        """One for each cache group: they differ in the slots."""
+        return [self._kernels.look_up(rows_T, lengths_T, tokens_T, state) for state in self.resident.states]
+
+    def _forward(self, lookups: list[RowLookup], tiles: tuple[Tensor, ...], tile_tokens: int, splits: int) -> None:
         row_X, start_X, position_X, length_X = tiles
-        batch = AttentionBatch(
-            block_table_RB=self.resident.state.block_table_RB,
-            tile_row_X=row_X,
-            tile_start_X=start_X,
-            tile_position_X=position_X,
-            tile_length_X=length_X,
-            tile_tokens=tile_tokens,
-            max_splits=splits,
-        )
-        self.decoder(self.cache, lookup, batch, self._hidden_TD[: len(lookup.tokens_T)])
+        batches = [
+            AttentionBatch(
+                block_table_RB=state.block_table_RB,
+                tile_row_X=row_X,
+                tile_start_X=start_X,
+                tile_position_X=position_X,
+                tile_length_X=length_X,
+                tile_tokens=tile_tokens,
+                max_splits=splits,
+            )
+            for state in self.resident.states
+        ]
+        self.decoder(self.caches, lookups, batches, self._hidden_TD[: len(lookups[0].tokens_T)])
 
     def _padded(self, numbers_S: Tensor, filler: int) -> Tensor:
         extra = self.tokens - len(numbers_S)

@@ -15,10 +15,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from app.engine.memory.cache_groups import CacheGroup, cache_groups
 from app.engine.memory.device_errors import lacked_device_memory
 from model.config import ModelConfig
 from model.machine import free_memory
-from model.number_formats import ITEM_BYTES
 
 MemoryMeter = Any
 """torch.cuda, whose functions measure and free memory, or a fake."""
@@ -106,7 +106,7 @@ def choose_context(shape: ModelConfig, requested: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheShape:
-    """Dimensions of a service's caches."""
+    """Dimensions of a service's caches: each cache group has the same number of blocks."""
 
     shape: ModelConfig
     context: int
@@ -116,9 +116,20 @@ class CacheShape:
     """Number format of keys and values: float32 or bfloat16."""
 
     @property
+    def groups(self) -> tuple[CacheGroup, ...]:
+        """The cache groups of the KV cache."""
+        return cache_groups(self.shape, self.dtype)
+
+    @property
     def block_bytes(self) -> int:
-        """Bytes of one block of the KV cache."""
+        """Bytes of one block of every group."""
         return self._token_bytes * self.block_size
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of the padding blocks and null blocks."""
+        tokens = self.block_size
+        return sum(group.n_reserved_blocks * group.token_bytes(self.shape) * tokens for group in self.groups)
 
     @property
     def source_bytes(self) -> int:
@@ -126,13 +137,19 @@ class CacheShape:
         return self._token_bytes * source_tokens(self.context) * self.max_running if self.shape.n_encoder_layers else 0
 
     @property
+    def group_note(self) -> str:
+        """Part of the memory plan's text that names the groups, if there are several."""
+        groups = self.groups
+        return f"; {len(groups)} cache groups: {', '.join(map(str, groups))}" if len(groups) > 1 else ""
+
+    @property
     def needed_blocks(self) -> int:
         """Number of blocks of one sequence of maximal length."""
         return -(-self.context // self.block_size)
 
     def cache_bytes(self, blocks: int) -> int:
-        """Bytes of a cache with `blocks` blocks, including the padding block and the encoder cache."""
-        return (blocks + 1) * self.block_bytes + self.source_bytes
+        """Bytes of a cache with `blocks` blocks in each group, including the reserved ones and the encoder cache."""
+        return blocks * self.block_bytes + self.reserved_bytes + self.source_bytes
 
     def blocks(self, requested: int, free_bytes: int, engines: int = 1) -> int:
         """Number of blocks: as requested (0: as many as all running requests can fill), within half of the free memory.
@@ -162,7 +179,7 @@ class CacheShape:
 
     def blocks_on_gpu(self, requested: int, plan: MemoryPlan) -> int:
         """Number of blocks: as requested (0: as many as the plan allows). Raises ValueError."""
-        affordable = max(0, (plan.cache_budget - self.source_bytes) // self.block_bytes - 1)
+        affordable = max(0, (plan.cache_budget - self.source_bytes - self.reserved_bytes) // self.block_bytes)
         needed = self.needed_blocks
         if affordable < needed:
             raise ValueError(
@@ -186,7 +203,7 @@ class CacheShape:
 
     @property
     def _token_bytes(self) -> int:
-        return self.shape.kv_elements_per_token * ITEM_BYTES[self.dtype]
+        return sum(group.token_bytes(self.shape) for group in self.groups)
 
 
 def source_tokens(context: int) -> int:
@@ -206,7 +223,7 @@ class BlockBudget(NamedTuple):
     """Size of the cache."""
 
     number: int
-    """Number of blocks."""
+    """Number of blocks in each group."""
     plan: str
     """The memory plan, for the log."""
 
@@ -222,7 +239,8 @@ def blocks_on_cpu(
     number = cache_shape.blocks(requested, free if are_loaded else free - weights, engines)
     state, cache = "loaded" if are_loaded else "read next", mib(cache_shape.cache_bytes(number))
     beside = f" beside {mib(reserved)} that running engines have reserved" if reserved else ""
-    return BlockBudget(number, f"{mib(free)} are free{beside}; {mib(weights)} of weights, {state}; {cache} of cache")
+    plan = f"{mib(free)} are free{beside}; {mib(weights)} of weights, {state}; {cache} of cache"
+    return BlockBudget(number, f"{plan}{cache_shape.group_note}")
 
 
 def blocks_on_gpu(
@@ -251,7 +269,8 @@ def blocks_on_gpu(
         other=max(0, total - free - weights),
     )
     number = cache_shape.blocks_on_gpu(requested, plan)
-    return BlockBudget(number, str(replace(plan, cache=cache_shape.cache_bytes(number))))
+    plan = replace(plan, cache=cache_shape.cache_bytes(number))
+    return BlockBudget(number, f"{plan}{cache_shape.group_note}")
 
 
 def step_peak(compute_once: Callable[[], object], device: Device, meter: MemoryMeter) -> int:

@@ -91,17 +91,23 @@ NOT_FINITE = "the model's output for this request is not finite"
 
 
 class Scheduler:
-    """Owns the sequences and the block pool."""
+    """Owns the sequences and the block pools."""
 
-    def __init__(self, limits: StepLimits, pool: BlockPool, version: Version = _UNVERSIONED) -> None:
+    def __init__(self, limits: StepLimits, *pools: BlockPool, version: Version = _UNVERSIONED) -> None:
+        """pools: see BlockAllocator."""
         self.limits = limits
-        self.pool = pool
+        self.pools = pools
         self.waiting: list[Sequence] = []  # preempted ones, the last preempted first; then the others by arrival
         self.running: list[Sequence] = []  # by arrival
         self.preemptions = self.block_violations = 0
         self._arrivals = 0
-        self._in_flight = StepsInFlight(pool)
-        self._allocator = BlockAllocator(pool, self._in_flight, version)
+        self._in_flight = StepsInFlight(pools)
+        self._allocator = BlockAllocator(pools, self._in_flight, version)
+
+    @property
+    def pool(self) -> BlockPool:
+        """The blocks of the first cache group; all others have as many, of the same size."""
+        return self.pools[0]
 
     @property
     def has_work(self) -> bool:
@@ -111,12 +117,11 @@ class Scheduler:
     @property
     def counters(self) -> Counters:
         """Counters for the report of a step."""
-        blocks = self.pool.counts
         return Counters(
             running=len(self.running),
             waiting=len(self.waiting),
-            blocks_active=blocks.active,
-            blocks_total=self.pool.total,
+            blocks_active=self._allocator.active,
+            blocks_total=self.pools[0].total,
             preemptions=self.preemptions,
             block_violations=self.block_violations,
         )
@@ -153,7 +158,7 @@ class Scheduler:
     def plan_ahead(self) -> BatchPlan | None:
         """Plans the step after those in flight; None if there is nothing to compute or too few blocks are free."""
         chunks, growing = self._decodes_ahead()
-        if sum(map(self._allocator.missing, growing)) > self.pool.available:
+        if sum(map(self._allocator.missing, growing)) > self._allocator.available:
             return None
         for sequence in growing:
             self._allocator.extend(sequence)
@@ -172,7 +177,7 @@ class Scheduler:
         """
         self._in_flight.complete(plan)
         events, scores, failed = list[SampledEvent](), list[PromptScores](), list[RequestFailed]()
-        sampled_of, block_size = result.sampled.get, self.pool.block_size
+        sampled_of, block_size = result.sampled.get, self.pools[0].block_size
         for chunk in plan.chunks:
             sequence = chunk.sequence
             if sequence.ended:
@@ -191,6 +196,7 @@ class Scheduler:
                     sequence.num_computed = length
                     if length // block_size > sequence.num_registered:
                         self._allocator.register_prefix(sequence)
+                        self._allocator.release_before(sequence, length)
                 if token is not None:
                     if token in request.stop_ids:
                         finish = FinishReason.STOP
@@ -238,11 +244,12 @@ class Scheduler:
         elif scored:
             scores.append(PromptScores(request_id, positions.start, scored))
             sequence.num_scored += len(scored)
+        if not sequence.ended:
+            self._allocator.release_before(sequence, sequence.num_computed)
 
     def violations(self) -> list[str]:
         """Violated invariants of the block accounting; tests check them after every step."""
-        owned = (sequence.blocks for sequence in [*self.running, *self.waiting])
-        return self.pool.violations(chain(owned, self._in_flight.deferred))
+        return self._allocator.violations(chain(self.running, self.waiting))
 
     def check_blocks(self) -> None:
         """Counts and logs violations, and changes nothing else."""
@@ -251,19 +258,19 @@ class Scheduler:
             _log.error("cache block accounting is wrong (%d violations): %s", len(found), "; ".join(found[:3]))
 
     def _plan_decodes(self) -> list[Chunk]:
-        chunks, block_size = [], self.pool.block_size
+        chunks = []
         for sequence in list(self.running):
             start = sequence.num_computed + sequence.ahead
             if sequence.waits_for_mask or len(sequence.tokens) - start > 1:
                 continue
             # Most rows cross no block border. An older sequence may have preempted this one, which has no blocks then.
-            if len(sequence.blocks) * block_size > start or (sequence.blocks and self._grow(sequence)):
+            if sequence.capacity > start or (sequence.capacity and self._grow(sequence)):
                 chunks.append(Chunk(sequence, start, start + 1))
         return chunks
 
     def _decodes_ahead(self) -> tuple[list[Chunk], list[Sequence]]:
         """Decodes of the sequences that have a next token to compute after the steps in flight; which need a block."""
-        chunks, growing, block_size = list[Chunk](), list[Sequence](), self.pool.block_size
+        chunks, growing = list[Chunk](), list[Sequence]()
         leaders = {sequence.leader for sequence in self.waiting}
         for sequence in self.running:
             start = sequence.num_computed + sequence.ahead
@@ -274,7 +281,7 @@ class Scheduler:
             if leaders and n_unsampled and sequence in leaders and not sequence.has_prompt:
                 continue
             chunks.append(Chunk(sequence, start, start + 1))
-            if len(sequence.blocks) * block_size <= start:
+            if sequence.capacity <= start:
                 growing.append(sequence)
         return chunks, growing
 
@@ -330,7 +337,7 @@ class Scheduler:
 
     def _grow(self, sequence: Sequence) -> bool:
         """Allocates a block for the pending token, preempting if need be; False if `sequence` itself was preempted."""
-        while self._allocator.missing(sequence) > self.pool.available:
+        while self._allocator.missing(sequence) > self._allocator.available:
             victim = next(s for s in reversed(self.running) if s.preemptions < self.limits.max_preemptions)
             self._preempt(victim)
             if victim is sequence:

@@ -78,11 +78,12 @@ def _sequence(n_tokens: int, vocab: int, first_block: int = 0) -> Sequence:
     tokens = array("q", (rng.randrange(vocab) for _ in range(n_tokens)))
     request = Request(id=str(first_block), prompt=tuple(tokens), max_tokens=1, params=SamplingParams())
     blocks = array("i", range(first_block, first_block + -(-n_tokens // 16)))
-    return Sequence(request=request, tokens=tokens, arrival=0, blocks=blocks)
+    return Sequence(request=request, tokens=tokens, arrival=0, blocks=(blocks,))
 
 
 def _logits(compute: NativeCompute, sequence: Sequence) -> Tensor:
-    """Logits [T, V] of the whole sequence in one chunk."""
+    """Logits [T, V] of the whole sequence in one chunk, with the same blocks in every cache group."""
+    sequence.blocks = sequence.blocks[:1] * len(compute.program.groups)
     compute.run(BatchPlan((Chunk(sequence, 0, len(sequence.tokens)),)))
     return torch.from_numpy(compute.logits(range(len(sequence.tokens))).copy())
 
@@ -187,7 +188,7 @@ def test_non_finite_values_do_not_outlive_their_step(dtype: torch.dtype, shape: 
 
 def test_sequence_without_enough_blocks_is_an_assertion_error() -> None:
     sequence = _sequence(40, 320)
-    sequence.blocks.pop()
+    sequence.blocks[0].pop()
     with pytest.raises(AssertionError, match="blocks"):
         _logits(native_compute(tiny_decoder(), 8), sequence)
 
@@ -196,9 +197,9 @@ def test_blocks_are_cleared_and_copied_before_a_step() -> None:
     decoder = tiny_decoder()
     compute, first = native_compute(decoder, 16), _sequence(20, 320)
     expected = _logits(compute, first)
-    compute._cache[:, :, 5] = np.nan
+    compute._caches[0][:, :, 5] = np.nan
     second = _sequence(20, 320, first_block=4)
-    plan = BatchPlan((Chunk(second, 16, 20),), clear=(5,), copies=((0, 4),))
+    plan = BatchPlan((Chunk(second, 16, 20),), clear=((0, 5),), copies=((0, 0, 4),))
     compute.run(plan)
     assert torch.equal(torch.from_numpy(compute.logits(range(4))), expected[16:])
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from app.common.types import BatchPlan, Chunk, Request, SampledEvent, Sequence
+from app.common.types import BatchPlan, Chunk, Request, SampledEvent, SamplingParams, Sequence
 from app.engine.execution.engine import Engine
 from app.engine.execution.warmup_batches import dummies
 from app.engine.gpu.graphs import CudaCapture
@@ -24,17 +24,20 @@ from app.engine.gpu.runner import DeviceRunner
 from app.engine.gpu.step import StepProgram
 from app.engine.gpu.triton_loader import triton_kernels
 from app.engine.guided.grammar_tracker import GrammarTracker
+from app.engine.scheduling.block_allocator import BlockAllocator
 from app.engine.scheduling.scheduler import StepLimits
 from app.engine.startup_checks import check_batch_invariance
 from app.guided.grammar import grammar_from
 from benchmarks.gpu.reference_kernels import ReferenceKernels
+from model.config import LayerKind
+from model.nn.transformer import Decoder
 from tests.engine.execution.test_parity import _requests
 from tests.engine.execution.test_parity_switches import _requests as _few_requests
 from tests.support.engine.mixed_requests import serve
 from tests.support.gpu.emulated_engine import tiny_device_engine, tiny_device_runner
 from tests.support.gpu.kernel_backends import DEVICE, needs_triton
 from tests.support.model.random_configs import random_config
-from tests.support.model.tiny_models import run_all, tiny_decoder, tiny_engine
+from tests.support.model.tiny_models import ROPE, run_all, tiny_config, tiny_decoder, tiny_engine
 
 pytestmark = pytest.mark.slow
 
@@ -138,6 +141,53 @@ def test_triton_samples_the_tokens_of_the_torch_backend() -> None:
         assert [event.token for event in events] == [event.token for event in wanted[name]]
 
 
+WINDOWS: dict[str, tuple[int | None, ...]] = {"as Mistral": (24,), "two groups": (24, None)}
+
+
+def _windowed(windows: tuple[int | None, ...]) -> Decoder:
+    kinds = tuple(LayerKind(window=window, rope=ROPE) for window in windows)
+    return tiny_decoder(tiny_config(layer_kinds=kinds, layer_types=(0, 1) if len(kinds) > 1 else ()))
+
+
+@pytest.mark.parametrize("windows", WINDOWS.values(), ids=WINDOWS)
+def test_released_blocks_of_windows_change_nothing(
+    windows: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few blocks, which go to other sequences, against many that are kept until the sequence ends."""
+    decoder, requests = _windowed(windows), _long_requests()
+    sizes: dict[str, Any] = {"blocks": 14, "tokens_per_step": 50, "max_running": 4, "capture": lambda work: work}
+    engine = tiny_device_engine(decoder, **sizes)
+    ours = run_all(engine, requests)
+    assert (None in windows) == (engine.scheduler.preemptions > 0)
+    assert engine.scheduler.pools[0].counts.active == 0
+    monkeypatch.setattr(BlockAllocator, "release_before", lambda *_: None)
+    kept = tiny_device_engine(decoder, **{**sizes, "blocks": 200})
+    _assert_same_outputs(run_all(kept, requests), ours)
+
+
+def _long_requests() -> list[Request]:
+    return [
+        Request(
+            id=f"r{i}", prompt=tuple(range(1 + i, 61 + i)), max_tokens=60, params=SamplingParams(seed=i, logprobs=2)
+        )
+        for i in range(4)
+    ]
+
+
+@needs_triton
+@pytest.mark.parametrize("windows", WINDOWS.values(), ids=WINDOWS)
+def test_triton_samples_the_tokens_of_the_torch_backend_with_windows(windows: tuple[int | None, ...]) -> None:
+    """The blocks that a sequence has passed serve the next one."""
+    requests = [replace(r, max_tokens=12, params=SamplingParams(temperature=0)) for r in _long_requests()[:2]]
+    wanted = run_all(tiny_engine(_windowed(windows)), requests)
+    found = triton_kernels()
+    assert found
+    decoder, sizes = _windowed(windows).to(DEVICE), {"blocks": 7, "max_running": 2, "tokens_per_step": 40}
+    engine = tiny_device_engine(decoder, kernels=found.kernels, **sizes)
+    for name, events in run_all(engine, requests).items():
+        assert [event.token for event in events] == [event.token for event in wanted[name]]
+
+
 @pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU, where torch raises on synchronization")
 def test_launches_do_not_synchronize_with_cuda() -> None:
     """Captured decode steps and steps with prompts alike; only collect() waits."""
@@ -172,7 +222,10 @@ def test_step_without_samples_is_awaited_like_any_other(monkeypatch: pytest.Monk
     (sequence,) = _sequences(1)
     sequence.tokens *= 12
     guided = Sequence(
-        request=replace(sequence.request, grammar="any"), tokens=array("q", [3]) * 12, arrival=1, blocks=array("i", [1])
+        request=replace(sequence.request, grammar="any"),
+        tokens=array("q", [3]) * 12,
+        arrival=1,
+        blocks=(array("i", [1]),),
     )
     for part in (Chunk(sequence, 0, 4), Chunk(sequence, 4, 8), Chunk(guided, 0, 4)):
         assert runner.run(BatchPlan((part,))).sampled == {}
@@ -361,7 +414,7 @@ def test_preempted_sequence_is_uploaded_again() -> None:
     sequence.tokens.append(7)
     _, changes = rows.assign_rows([Chunk(sequence, 1, 2)])
     assert not changes.loaded_rows and not changes.tokens, "its token and length are on the device"
-    sequence.blocks = array("i", [5])
+    sequence.blocks = (array("i", [5]),)
     sequence.tokens.append(8)
     _, changes = rows.assign_rows([Chunk(sequence, 2, 3)])
     assert changes.loaded_rows and list(changes.blocks.values()) == [5], "reloaded although it kept its row"
@@ -370,7 +423,8 @@ def test_preempted_sequence_is_uploaded_again() -> None:
 def _sequences(count: int) -> list[Sequence]:
     requests = [Request(id=f"r{i}", prompt=(3,), max_tokens=5) for i in range(count)]
     return [
-        Sequence(request=r, tokens=array("q", [3]), arrival=i, blocks=array("i", [i])) for i, r in enumerate(requests)
+        Sequence(request=r, tokens=array("q", [3]), arrival=i, blocks=(array("i", [i]),))
+        for i, r in enumerate(requests)
     ]
 
 

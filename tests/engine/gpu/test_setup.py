@@ -193,7 +193,7 @@ def test_steps_use_no_host_tensors(deterministic: bool) -> None:
         steps.prefill(StepInputs._make([*[tokens_T] * 3, *[tiles_X] * 4]), splits=1)
         steps.draw(3)
         steps.score(torch.zeros_like(tokens_T), tokens_T)
-        steps.prepare(tiles_X, tiles_X, tiles_X)
+        steps.prepare(0, tiles_X, tiles_X, tiles_X)
         words, masks, upload = steps.resident.table.words_RW.shape[1], steps.resident.table.masks_RM.shape[1], Upload()
         sections = [upload.add(range(size)) for size in (1, words, *[5] * 3, 1, masks, *[2] * 4)]
         steps.resident.apply(torch.zeros(sections[-1].stop, dtype=torch.int32, device="meta"), sections)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from app.engine.execution.warmup_batches import costliest_step, largest_step
+from app.engine.memory.cache_groups import CacheFormat, cache_places
 from app.engine.memory.memory_plan import (
     CacheShape,
     MemoryPeaks,
@@ -20,6 +21,7 @@ from app.engine.memory.memory_plan import (
     step_peak,
 )
 from app.engine.scheduling.scheduler import StepLimits
+from model.config import LayerKind
 from tests.support.model.tiny_models import tiny_config
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
@@ -212,3 +214,37 @@ def test_cpu_engines_share_half_of_the_free_memory(
     ):
         with pytest.raises(ValueError, match=words):
             cache_shape.blocks(requested, bytes_, engines)
+
+
+def _mixed(dtype: str = "bfloat16") -> CacheShape:
+    """Layers 0 and 2 have a window of 600, layer 1 none, layer 3 one of 40."""
+    kinds = (LayerKind(window=600), LayerKind(), LayerKind(window=40))
+    alike = _cache_shape(dtype=dtype)
+    return replace(alike, shape=replace(alike.shape, layer_kinds=kinds, layer_types=(0, 1, 0, 2)))
+
+
+def test_layers_that_share_a_window_are_a_cache_group() -> None:
+    groups = _mixed().groups
+    assert [(group.layers, group.window) for group in groups] == [((0, 2), 600), ((1,), None), ((3,), 40)]
+    assert cache_places(groups) == [(0, 0), (1, 0), (0, 1), (2, 0)]
+    assert {group.format for group in groups} == {CacheFormat("bfloat16")}
+    (alike,) = _cache_shape().groups
+    assert (alike.layers, alike.window) == ((0, 1, 2, 3), None)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_blocks_of_all_groups_take_the_memory_of_one_group(dtype: str) -> None:
+    """And each group with a window has one block more, the null block."""
+    mixed, alike = _mixed(dtype), _cache_shape(dtype=dtype)
+    assert mixed.block_bytes == alike.block_bytes == alike.cache_bytes(0)
+    assert mixed.cache_bytes(7) - alike.cache_bytes(7) == alike.block_bytes * 3 // 4, "of three layers in two groups"
+    blocks = mixed.blocks_on_gpu(0, PLAN)
+    assert mixed.cache_bytes(blocks) <= PLAN.cache_budget < mixed.cache_bytes(blocks + 1)
+
+
+def test_memory_plan_names_cache_groups_if_there_are_several() -> None:
+    assert _cache_shape().group_note == ""
+    text = "; 3 cache groups: 2 layers with a window of 600, 1 layer, 1 layer with a window of 40"
+    assert _mixed().group_note == text
+    plan = blocks_on_cpu(_mixed(), 0, are_loaded=True, requested=0, engines=1).plan
+    assert plan.endswith(f" of cache{text}")

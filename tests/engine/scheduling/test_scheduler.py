@@ -12,7 +12,7 @@ import pytest
 from app.common.model_version import Version
 from app.common.types import BatchPlan, FinishReason, Request, RequestFailed, SampledToken, StepResult
 from app.engine.execution.engine import Engine
-from app.engine.scheduling.block_allocator import BlockPool, chain_hash, root_hash
+from app.engine.scheduling.block_allocator import BlockPool, chain_hash, find_prefix, root_hash
 from app.engine.scheduling.scheduler import Scheduler, StepLimits
 from tests.support.engine.scheduler_simulation import SimulatedDevice, make_scheduler, step
 
@@ -154,12 +154,14 @@ def test_possibly_non_finite_blocks_are_cleared_once_for_their_next_owner(prompt
     scheduler, device = make_scheduler(16, 4, 8, 4), SimulatedDevice(4)
     scheduler.add(_request("left", prompt, max_tokens=3))
     (plan,) = _steps(scheduler, 1, device)
-    blocks = [*plan.chunks[0].sequence.blocks]
+    blocks = [*plan.chunks[0].sequence.blocks[0]]
     scheduler.cancel("left")
     for namespace in ("a", "b"):
         scheduler.add(_request(f"of {namespace}", 64, max_tokens=0, cache_namespace=namespace))
         plans = _steps(scheduler, 8, device)
-        assert sorted(block for plan in plans for block in plan.clear) == sorted(blocks[:cleared])
+        assert sorted(each for plan in plans for each in plan.clear) == [
+            (0, block) for block in sorted(blocks[:cleared])
+        ]
         cleared = 0
 
 
@@ -173,7 +175,7 @@ def test_first_released_block_is_evicted_first() -> None:
         pool.allocate(3)
     assert pool.available == 2, "no block may be allocated"
     pool.allocate(1)
-    assert pool.find([b"old"]) == [] and len(pool.find([b"new"])) == 1
+    assert pool.block_of(b"old") is None and pool.block_of(b"new") is not None
 
 
 def test_block_hash_depends_on_weights_key_and_all_earlier_tokens() -> None:
@@ -198,7 +200,7 @@ def test_versions_with_other_adapters_share_no_cached_block() -> None:
     pool, device = BlockPool(64, 4), SimulatedDevice(4)
     versions = [Version("w"), *(Version("w", adapters) for adapters in (("a",), ("b",), ("a", "b"), ("b", "a")))]
     for version, cached in [(one, cached) for cached in (0, 8) for one in versions]:
-        scheduler = Scheduler(StepLimits(tokens_per_step=64, max_running=4), pool, version)
+        scheduler = Scheduler(StepLimits(tokens_per_step=64, max_running=4), pool, version=version)
         scheduler.add(_request("r", 9))
         plan, _ = step(scheduler, device)
         assert [started.cached_tokens for started in plan.started] == [cached], version
@@ -212,7 +214,7 @@ def test_leaked_block_is_counted_and_logged_once_per_audit(caplog: pytest.LogCap
     engine.check_blocks()
     assert scheduler.counters.block_violations == 0
     engine.step()
-    scheduler.running[0].blocks = array("i")
+    scheduler.running[0].blocks = (array("i"),)
     for _ in range(2):  # nothing ran since the first audit
         engine.check_blocks()
         assert scheduler.counters.block_violations == 1
@@ -229,3 +231,116 @@ def test_blocks_are_audited_periodically(blocks: int, steps: int) -> None:
         engine.step()
         found.append(scheduler.block_violations)
     assert found == [0] * (steps - 1) + [1]
+
+
+def _windowed(window: int, *others: int | None, blocks: int = 16) -> tuple[Scheduler, SimulatedDevice]:
+    windows = (window, *others)
+    return make_scheduler(blocks, 4, 16, 4, windows=windows), SimulatedDevice(4, windows)
+
+
+def test_windowed_sequence_holds_the_blocks_that_its_next_token_sees() -> None:
+    """40 tokens in a cache of 10 blocks, and 3 of them at most while it decodes; the others serve another sequence."""
+    scheduler, device = _windowed(6, blocks=10)
+    scheduler.add(_request("long", 2, max_tokens=38))
+    _steps(scheduler, 30, device)
+    (sequence,) = scheduler.running
+    blocks, pool = sequence.blocks[0], scheduler.pool
+    assert (len(blocks), len(pool.held(blocks)), pool.counts.active) == (8, 3, 3)
+    scheduler.add(_request("next", 24, first=20, max_tokens=1))
+    _steps(scheduler, 2, device)
+    assert scheduler.preemptions == 0 and not scheduler.violations()
+
+
+def test_prefix_needs_only_the_cached_blocks_that_its_next_token_sees() -> None:
+    pool = BlockPool(16, 4, window=6)
+    names = [bytes([i]) for i in range(5)]
+    blocks = pool.allocate(5)
+    for block, name in zip(blocks, names, strict=True):
+        pool.register_prefix(block, name)
+    null = pool.null_block
+    assert find_prefix([pool], names)[0] == [null, null, null, blocks[3], blocks[4]], "a token at 20 sees 15 to 19"
+    assert find_prefix([pool], names[:2])[0] == blocks[:2] and find_prefix([pool], []) == [[]]
+    pool.invalidate(blocks[:1])
+    assert find_prefix([pool], names)[0] == [null, null, null, blocks[3], blocks[4]], "no token sees it"
+    pool.invalidate(blocks[3:4])
+    assert find_prefix([pool], names)[0] == [null, blocks[1], blocks[2]], "the longest prefix before what is missing"
+    pool.invalidate(blocks[1:3])
+    assert find_prefix([pool], names)[0] == []
+
+
+def test_search_for_a_prefix_looks_at_each_hash_once() -> None:
+    """Where half of the blocks are missing, a search that starts again would take the square of the prompt's length."""
+
+    class Counting(BlockPool):
+        lookups = 0
+
+        def block_of(self, block_hash: bytes) -> int | None:
+            Counting.lookups += 1
+            return super().block_of(block_hash)
+
+    names = [bytes([i // 256, i % 256]) for i in range(1000)]
+    pools = [Counting(1000, 4, window=window) for window in (40, 60)]
+    for pool in pools:
+        for index, block in enumerate(pool.allocate(1000)):
+            if index % 4 != 3:
+                pool.register_prefix(block, names[index])
+    assert find_prefix(pools, names) == [[0, 1, 2], [0, 1, 2]] and Counting.lookups == 2000
+
+
+def test_hit_is_the_longest_prefix_that_all_groups_have() -> None:
+    scheduler, device = _windowed(6, None)
+    scheduler.add(_request("first", 33))
+    _steps(scheduler, 3, device)
+    windowed, whole = scheduler.pools
+    (cached,) = find_prefix([windowed], hashes := _hashes_of(33))
+    windowed.invalidate([cached[-1]])
+    assert [len(*find_prefix([pool], hashes)) for pool in (windowed, whole)] == [7, 8]
+    assert [len(blocks) for blocks in find_prefix([windowed, whole], hashes)] == [7, 7]
+    scheduler.add(_request("second", 33))
+    (plan,) = _steps(scheduler, 1, device)
+    assert plan.started[0].cached_tokens == 28
+    (sequence,) = [chunk.sequence for chunk in plan.chunks]
+    assert sequence.ended and not scheduler.violations()
+
+
+def _hashes_of(length: int) -> list[bytes]:
+    """Block hashes of _request("", length)."""
+    hashes = [root_hash(Version(""), "")]
+    tokens = range(1, 1 + length)
+    for start in range(0, length // 4 * 4, 4):
+        hashes.append(chain_hash(hashes[-1], tokens[start : start + 4]))
+    return hashes[1:]
+
+
+def test_fork_does_not_use_blocks_that_its_leader_has_released() -> None:
+    """The leader has passed the block of position 8, which the fork's first token at 13 sees with a window of 6."""
+    scheduler, device = _windowed(6, blocks=64)
+    lead = _request("lead", 14, max_tokens=20)
+    scheduler.add(lead)
+    _steps(scheduler, 8, device)
+    (leader,) = scheduler.running
+    assert scheduler.pool.first_visible(13) < leader.blocks[0].count(scheduler.pool.null_block)
+    scheduler.add(msgspec.structs.replace(lead, id="fork", leader="lead", max_tokens=3))
+    (plan,) = _steps(scheduler, 1, device)
+    assert not plan.copies and plan.started[0].cached_tokens == 12, "its prompt is in the prefix cache all the same"
+
+
+@pytest.mark.parametrize(("window", "cleared"), [(4, 9), (40, 0)])
+def test_windowed_blocks_that_no_sampled_row_has_seen_are_cleared(window: int, cleared: int) -> None:
+    """A prompt of 40 with a window of 4: its last row, the first that is sampled, sees none of positions 0 to 35."""
+    scheduler, device = _windowed(window, blocks=12)
+    scheduler.add(_request("first", 40, max_tokens=3))
+    _steps(scheduler, 5, device)
+    assert not scheduler.has_work
+    scheduler.add(_request("second", 48, first=50, max_tokens=0))
+    plans = _steps(scheduler, 3, device)
+    assert len({block for plan in plans for block in plan.clear}) == cleared
+
+
+def test_failed_windowed_sequence_leaves_nothing_in_the_prefix_cache() -> None:
+    scheduler, device = _windowed(6, None)
+    scheduler.add(_request("bad", 30, max_tokens=8))
+    _steps(scheduler, 3, device)
+    plan = scheduler.plan()
+    assert scheduler.commit(plan, device.run(plan, bad="bad")).failed
+    assert [pool.counts.cached for pool in scheduler.pools] == [0, 0] and not scheduler.violations()

@@ -25,10 +25,17 @@ from app.common.types import (
 )
 from app.common.types import Sequence as EngineSequence
 from app.engine.execution.engine import Engine
-from app.engine.scheduling.block_allocator import BlockPool, StepsInFlight
+from app.engine.scheduling.block_allocator import BlockAllocator, BlockPool, StepsInFlight
 from app.engine.scheduling.scheduler import Scheduler, StepLimits
 from tests.support.engine.delayed_runner import DelayedRunner, WatchedPool
-from tests.support.engine.scheduler_simulation import EOS, VOCAB, Delivered, SimulatedDevice, expected_output
+from tests.support.engine.scheduler_simulation import (
+    EOS,
+    VOCAB,
+    Delivered,
+    SimulatedDevice,
+    Windows,
+    expected_output,
+)
 
 LIMITS = StepLimits(tokens_per_step=64, max_running=8)
 
@@ -36,8 +43,8 @@ LIMITS = StepLimits(tokens_per_step=64, max_running=8)
 class Faulty:
     """A simulated device; rows of one request may be non-finite, and masks of guided requests are late at random."""
 
-    def __init__(self, block_size: int, lateness: random.Random | None = None) -> None:
-        self.device = SimulatedDevice(block_size)
+    def __init__(self, block_size: int, lateness: random.Random | None, windows: Windows) -> None:
+        self.device = SimulatedDevice(block_size, windows)
         self.bad = ""
         self._lateness = lateness
 
@@ -63,8 +70,9 @@ class Simulation:
 
     def __init__(
         self, *requests: Request, limits: StepLimits = LIMITS, blocks: int = 64, block_size: int = 4,
-        is_ahead: bool = True, lateness: random.Random | None = None,
+        is_ahead: bool = True, lateness: random.Random | None = None, windows: Windows = (None,),
     ) -> None:  # fmt: skip
+        self.windows = windows
         self.limits, self._size, self._is_ahead, self._lateness = limits, (blocks, block_size), is_ahead, lateness
         self.requests: list[Request] = []
         self.delivered = Delivered([])
@@ -107,6 +115,7 @@ class Simulation:
         worst = max((s.preemptions for s in [*scheduler.running, *scheduler.waiting]), default=0)
         assert worst <= self.limits.max_preemptions
         self.counts["preempted as often as allowed"] += worst == self.limits.max_preemptions
+        self._count_null_blocks()
         for plan in self.device.begun[-2:]:
             assert sum(chunk.stop - chunk.start for chunk in plan.chunks) <= self.limits.tokens_per_step
         reported = {each.request_id for each in (*report.events, *report.scores, *report.failed)}
@@ -124,10 +133,10 @@ class Simulation:
     def check_the_end(self) -> None:
         """Outputs equal those without concurrency, at most one row was wasted, and no block is in use."""
         assert not self.engine.has_work, "the schedule does not end"
-        assert self.engine.scheduler.pool.counts.active == 0
+        assert [pool.active for pool in self.engine.scheduler.pools] == [0] * len(self.windows)
         assert set(self.started.values()) <= {1}
         for request in self.requests:
-            name, expected = request.id, expected_output(request)
+            name, expected = request.id, expected_output(request, self.windows)
             tokens, scores = self.delivered.tokens(name), self.delivered.scores[name]
             assert tokens == expected.tokens(name)[: len(tokens)]
             assert scores == expected.scores[name][: len(scores)]
@@ -148,12 +157,22 @@ class Simulation:
         self.counts["preemptions"] += self.engine.scheduler.preemptions
         self.counts["launched"] += self.device.n_launched
 
+    def _count_null_blocks(self) -> None:
+        """A sequence that decodes holds no more blocks of a group than its window covers, and two."""
+        for sequence in self.engine.scheduler.running:
+            for pool, blocks in zip(self.engine.scheduler.pools, sequence.blocks, strict=True):
+                if pool.window is not None:
+                    self.counts["null blocks"] += blocks.count(pool.null_block)
+                    is_decoding = len(sequence.tokens) - sequence.num_computed == 1
+                    if is_decoding and sequence.preemptions < self.limits.max_preemptions:
+                        assert len(pool.held(blocks)) <= pool.needed(pool.window) + 2
+
     def _start(self) -> None:
         blocks, block_size = self._size
-        pool = WatchedPool(blocks, block_size)
-        self.faulty = Faulty(block_size, self._lateness)
-        self.device = DelayedRunner(self.faulty, pool)
-        scheduler, ahead = Scheduler(self.limits, pool), self.device if self._is_ahead else None
+        pools = [WatchedPool(blocks, block_size, window=window) for window in self.windows]
+        self.faulty = Faulty(block_size, self._lateness, self.windows)
+        self.device = DelayedRunner(self.faulty, *pools)
+        scheduler, ahead = Scheduler(self.limits, *pools), self.device if self._is_ahead else None
         self.engine = Engine(scheduler, self.device, ahead, masks=self.faulty if self._lateness else None)
         self.started: Counter[str] = Counter()
 
@@ -170,7 +189,7 @@ def _raise(whether: bool) -> None:
         raise MemoryError
 
 
-def _simulate(rng: random.Random) -> Counter[str]:
+def _simulate(rng: random.Random, windows: Windows) -> Counter[str]:
     """Simulates one random schedule with late masks, crashes, and launches that are refused or raise; counts events."""
     block_size, longest, running = rng.choice([1, 2, 4]), rng.randint(8, 40), rng.randint(1, 8)
     limits = StepLimits(
@@ -187,6 +206,7 @@ def _simulate(rng: random.Random) -> Counter[str]:
         block_size=block_size,
         is_ahead=rng.random() < 0.4,
         lateness=rng if rng.random() < 0.5 else None,
+        windows=windows,
     )
     bad, bad_from, is_raised = rng.choice(["", "", rng.choice(requests).id]), rng.randint(0, 20), rng.random() < 0.5
     trouble, crashes, todo = rng.choice([0.0, 0.0, 0.1]), rng.choice([0.0, 0.01]), requests[::-1]
@@ -212,8 +232,8 @@ def _simulate(rng: random.Random) -> Counter[str]:
     return simulation.counts
 
 
-def _simulate_many(count: int, *, seed: int = 0) -> Counter[str]:
-    return sum((_simulate(random.Random(seed + i)) for i in range(count)), Counter[str]())
+def _simulate_many(count: int, *, seed: int = 0, windows: Windows = (None,)) -> Counter[str]:
+    return sum((_simulate(random.Random(seed + i), windows) for i in range(count)), Counter[str]())
 
 
 def _random_requests(rng: random.Random, longest: int, common: list[int]) -> list[Request]:
@@ -262,6 +282,46 @@ def test_every_schedule_gives_every_request_the_output_it_gets_alone(part: int) 
     assert counts["wasted"] > 20, "the simulation was meant to end sequences that are in flight"
 
 
+@pytest.mark.parametrize("windows", [(9,), (None, 3), (7, None, 2)], ids=str)
+def test_every_schedule_is_right_with_windows_and_cache_groups(windows: Windows) -> None:
+    """1,200 schedules in which blocks that a window has passed go to other sequences."""
+    counts = _simulate_many(400, seed=5000, windows=windows)
+    assert counts["preemptions"] > 20, "the simulation was meant to run out of blocks"
+    assert counts["null blocks"] > 2000, "windows were meant to pass blocks"
+    assert counts["launched"] > 300, "the engine was meant to be ahead"
+
+
+def _release_one_more(self: BlockAllocator, sequence: EngineSequence, position: int) -> None:
+    RELEASE_BEFORE(self, sequence, position + self.pools[0].block_size)
+
+
+RELEASE_BEFORE = BlockAllocator.release_before
+
+
+def _take_null_blocks(self: BlockAllocator, leader: EngineSequence) -> list[list[int]]:
+    return [blocks[: (leader.n_prompt - 1) // self.pools[0].block_size].tolist() for blocks in leader.blocks]
+
+
+@pytest.mark.parametrize(
+    ("name", "planted"),
+    [
+        ("BlockAllocator.release_before", _release_one_more),
+        ("BlockAllocator._leader_blocks", _take_null_blocks),
+        ("find_prefix", lambda pools, hashes: [[pool.null_block] * len(hashes) for pool in pools]),
+        ("BlockPool.held", lambda _self, blocks: blocks),
+        ("StepsInFlight.release", lambda self, table: self.release_now(table)),
+    ],
+    ids=["one block too many", "shared with a fork", "found without content", "null blocks released", "in flight"],
+)
+def test_simulation_detects_a_planted_bug_of_windows(
+    name: str, planted: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Positive control."""
+    monkeypatch.setattr(f"{BlockAllocator.__module__}.{name}", planted)
+    with pytest.raises((AssertionError, KeyError, IndexError)):
+        _simulate_many(500, windows=(None, 3))
+
+
 def _release_and_forget(self: BlockPool, blocks: list[int]) -> None:
     for block in blocks:
         self._references[block] = 0
@@ -272,7 +332,7 @@ def _decodes_of_all(self: Scheduler) -> tuple[list[Chunk], list[EngineSequence]]
     """Includes sequences that end in flight."""
     decoding = [sequence for sequence in self.running if sequence.num_pending == 1 and not sequence.waits_for_mask]
     chunks = [Chunk(sequence, sequence.num_scheduled, sequence.num_scheduled + 1) for sequence in decoding]
-    return chunks, [each for each in decoding if len(each.blocks) * self.pool.block_size <= each.num_scheduled]
+    return chunks, [each for each in decoding if each.capacity <= each.num_scheduled]
 
 
 @pytest.mark.parametrize(
@@ -281,7 +341,7 @@ def _decodes_of_all(self: Scheduler) -> tuple[list[Chunk], list[EngineSequence]]
         ("app.engine.scheduling.block_allocator.BlockPool.release", _release_and_forget),
         ("app.engine.scheduling.block_allocator.chain_hash", lambda _parent, tokens: repr(tokens).encode()),
         ("tests.support.engine.scheduler_simulation.SimulatedDevice.copy", lambda _self, _pairs: None),
-        (f"{StepsInFlight.__module__}.StepsInFlight.release", lambda self, blocks: self._pool.release(blocks)),
+        (f"{StepsInFlight.__module__}.StepsInFlight.release", lambda self, table: self.release_now(table)),
         (f"{Scheduler.__module__}.Scheduler._decodes_ahead", _decodes_of_all),
     ],
     ids=["released too early", "shared with other content", "not copied", "released in flight", "launched in vain"],
@@ -351,7 +411,7 @@ def test_prompt_is_computed_once_for_all_its_choices(length: int, *, is_ahead: b
     assert simulation.faulty.device.prompt_tokens == length + 4
     copies = [pair for plan in simulation.device.begun for pair in plan.copies]
     assert len(copies) == (4 if (length - 1) % 4 else 0), "full blocks are shared and only the rest is copied"
-    assert len({source for source, _ in copies}) <= 1
+    assert len({source for _, source, _ in copies}) <= 1
 
 
 def test_fork_of_a_leader_during_a_write_copies_nothing() -> None:

@@ -74,12 +74,13 @@ class Model {
         cache_.resize(size_t(kLayers) * 2 * kCacheBlocks * kKvHeads * kBlock * kPaddedHead * (is_bf16 ? 2 : 4));
         InkShape shape = {.is_bf16 = is_bf16, .n_registers = 6, .query_heads = kHeads, .kv_heads = kKvHeads,
                           .head_width = kHeadWidth, .width = kWidth, .n_operations = int(operations_.size()),
-                          .n_blocks = kCacheBlocks, .final_norm = kRms, .padded_head = kPaddedHead,
+                          .n_groups = 1, .final_norm = kRms, .padded_head = kPaddedHead,
                           .embedding_scale = 1.5f, .soft_cap = is_gpt ? 0.0f : 20.0f, .eps = 1e-5f};
         shape.final_weight = floats(kWidth);
         shape.position_embeddings = variant == 1 ? floats(kContext * kWidth) : nullptr;
         shape.embedding = shape.head = embedding_;
-        shape.cache = cache_.data(), shape.register_columns = columns_, shape.operations = operations_.data();
+        group_ = {cache_.data(), kCacheBlocks};
+        shape.caches = &group_, shape.register_columns = columns_, shape.operations = operations_.data();
         executor_ = static_cast<Executor*>(ink_open(&shape, &pool));
     }
     ~Model() { ink_close(executor_); }
@@ -87,14 +88,15 @@ class Model {
     // A prompt; then its next token beside the prompt of a second sequence.
     void run(Digest& digest) {
         const int32_t first[] = {4, 1, 7}, second[] = {0, 3, 9, 2};
-        const std::vector<std::vector<InkChunk>> steps = {{{37, 0, first}}, {{1, 37, first}, {53, 0, second}}};
+        const int64_t one = reinterpret_cast<int64_t>(first), other = reinterpret_cast<int64_t>(second);
+        const std::vector<std::vector<int64_t>> steps = {{37, 0, one}, {1, 37, one, 53, 0, other}};
         for (const auto& chunks : steps) {
             int rows = 0;
-            for (const InkChunk& chunk : chunks) rows += int(chunk.n_rows);
+            for (size_t i = 0; i < chunks.size(); i += 3) rows += int(chunks[i]);
             std::vector<int64_t> tokens(rows);
             std::vector<int32_t> indices(rows);
             for (int i = 0; i < rows; i++) tokens[i] = (i * 89 + 5) % kVocab, indices[i] = i;
-            const InkStep work = {rows, int(chunks.size()), tokens.data(), chunks.data(), nullptr};
+            const InkStep work = {rows, int(chunks.size()) / 3, tokens.data(), chunks.data(), nullptr};
             ink_run(executor_, &work);
             const int stride = round_up(kVocab, kPanel);
             std::vector<float> logits(size_t(rows) * stride);
@@ -132,6 +134,7 @@ class Model {
     Pool& pool_;
     const InkMatrix* embedding_;
     int32_t columns_[6];
+    InkCache group_;
     std::vector<InkOperation> operations_;
     std::deque<InkMatrix> matrices_;
     std::deque<std::vector<float>> floats_;

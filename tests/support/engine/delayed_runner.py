@@ -19,8 +19,8 @@ from app.engine.scheduling.block_allocator import BlockPool
 class WatchedPool(BlockPool):
     """Counts how often each block was released by its last owner."""
 
-    def __init__(self, total: int, block_size: int) -> None:
-        super().__init__(total, block_size)
+    def __init__(self, total: int, block_size: int, *, window: int | None = None) -> None:
+        super().__init__(total, block_size, window=window)
         self.ends = [0] * total
 
     def release(self, blocks: list[int]) -> None:  # type: ignore[override]
@@ -36,14 +36,14 @@ class _Flight:
     """The plan with copies of its sequences at the launch."""
     samples: list[bool]
     """Which chunks sample a token, according to the plan at the launch."""
-    uses: dict[int, int]
-    """Block that the step reads or writes -> how often it had been released at the launch."""
+    uses: dict[tuple[int, int], int]
+    """Cache group and block that the step reads or writes -> how often it had been released at the launch."""
 
 
 class DelayedRunner:
     """A `StepRunner` and `AsyncStepRunner` that runs at most one step ahead."""
 
-    def __init__(self, runner: StepRunner, pool: WatchedPool) -> None:
+    def __init__(self, runner: StepRunner, *pools: WatchedPool) -> None:
         self.runner = runner
         self.begun: list[BatchPlan] = []
         """All plans launched or run."""
@@ -54,7 +54,7 @@ class DelayedRunner:
         self.before_launch: Callable[[BatchPlan], None] = lambda _plan: None
         """Called before a launch; may raise, as may before_run."""
         self.before_run: Callable[[BatchPlan], None] = lambda _plan: None
-        self._pool = pool
+        self._pools = pools
         self._flights: deque[_Flight] = deque()
         self._drawn: dict[Sequence, int] = {}
 
@@ -81,10 +81,11 @@ class DelayedRunner:
             assert missing <= drawing.count(chunk.sequence), "reads a token that no step in flight samples"
             assert _reads_drawn(chunk) == (missing == 1)
         kept = BatchPlan(tuple(map(_copy, plan.chunks)), clear=plan.clear, copies=plan.copies)
-        used = {block for chunk in kept.chunks for block in chunk.sequence.blocks}
-        used |= {block for pair in plan.copies for block in pair} | {*plan.clear}
+        used = {block for chunk in kept.chunks for block in self._held(chunk.sequence)}
+        used |= {(group, block) for group, *pair in plan.copies for block in pair} | {*plan.clear}
         samples = [chunk.samples for chunk in plan.chunks]
-        flight = _Flight(plan, kept, samples, {block: self._pool.ends[block] for block in used})
+        uses = {(group, block): self._pools[group].ends[block] for group, block in used}
+        flight = _Flight(plan, kept, samples, uses)
         self._flights.append(flight)
         self.begun.append(plan)
         self.n_launched += 1
@@ -93,7 +94,7 @@ class DelayedRunner:
 
     def collect(self, flight: _Flight) -> StepResult:
         assert flight is self._flights.popleft(), "steps must be collected in the order of their launches"
-        assert all(self._pool.ends[block] == ends for block, ends in flight.uses.items()), (
+        assert all(self._pools[group].ends[block] == ends for (group, block), ends in flight.uses.items()), (
             "a block was released while a step used it"
         )
         for chunk, kept in zip(flight.plan.chunks, flight.kept.chunks, strict=True):
@@ -108,6 +109,10 @@ class DelayedRunner:
         self._drawn = {sequence: result.sampled[sequence.request.id][-1].token or 0 for sequence in drawing}
         return result
 
+    def _held(self, sequence: Sequence) -> set[tuple[int, int]]:
+        tables = zip(self._pools, sequence.blocks, strict=False)
+        return {(group, block) for group, (pool, blocks) in enumerate(tables) for block in pool.held(blocks)}
+
 
 def _reads_drawn(chunk: Chunk) -> bool:
     """Whether the step in flight is still sampling its last token."""
@@ -117,5 +122,6 @@ def _reads_drawn(chunk: Chunk) -> bool:
 def _copy(chunk: Chunk) -> Chunk:
     """The chunk with a copy of its sequence."""
     now = chunk.sequence
-    then = Sequence(request=now.request, tokens=now.tokens[:], arrival=now.arrival, blocks=now.blocks[:])
+    then = Sequence(request=now.request, tokens=now.tokens[:], arrival=now.arrival)
+    then.blocks = tuple(blocks[:] for blocks in now.blocks)
     return Chunk(then, chunk.start, chunk.stop, chunk.sample_from)

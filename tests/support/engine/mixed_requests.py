@@ -84,7 +84,7 @@ def serve(engine: Engine, requests: list[Request], *, max_steps: int = 5000) -> 
         engine.add(request)
     for _ in range(max_steps):
         if not engine.has_work:
-            assert engine.scheduler.pool.counts.active == 0, "leaked blocks"
+            assert not any(pool.active for pool in engine.scheduler.pools), "leaked blocks"
             return outcomes
         report = engine.step()
         assert not engine.scheduler.violations()

@@ -14,7 +14,7 @@ from app.engine.scheduling.scheduler import Scheduler, StepLimits
 from model.nn.transformer import Decoder
 from tests.support.engine.delayed_runner import DelayedRunner, WatchedPool
 from tests.support.engine.mixed_requests import Outcome, serve
-from tests.support.model.tiny_models import tiny_engine
+from tests.support.model.tiny_models import block_pools, tiny_engine
 
 
 def alone(
@@ -33,7 +33,10 @@ def expect_parity(
     tight: int,
     guides: Callable[[], GrammarTracker | None] = lambda: None,
 ) -> dict[str, Outcome]:
-    """Checks parity, also with only `tight` blocks, which must cause preemptions; returns the outcomes."""
+    """Checks parity, also with only `tight` blocks, which must cause preemptions unless all layers have windows.
+
+    Returns the outcomes.
+    """
     expected, engine = alone(decoder, requests, guides), partial(tiny_engine, decoder, blocks=400)
     roomy, small = engine(guides=guides()), engine(guides=guides(), blocks=tight, tokens_per_step=97)
     assert serve(roomy, requests) == expected, "batched"
@@ -41,13 +44,14 @@ def expect_parity(
     assert serve(roomy, requests) == expected, "cached"
     assert serve(engine(guides=guides(), tokens_per_step=7, max_running=4), requests) == expected, "chunked"
     assert serve(small, requests) == expected, "preempted"
-    assert small.scheduler.preemptions > 0, "the cache must be too small"
+    frees_blocks = None not in decoder.config.windows
+    assert small.scheduler.preemptions > 0 or frees_blocks, "the cache must be too small"
     again = [_resubmitted(request, expected[request.id]) for request in requests]
     rest = {r.id: Outcome(expected[r.id].events[len(r.generated) :], expected[r.id].scores[r.scored :]) for r in again}
     assert serve(roomy, again) == rest, "resubmitted"
-    pool, masks = WatchedPool(400, 16), guides()
-    device = DelayedRunner(engine(max_running=16, guides=masks).runner, pool)
-    ahead = Engine(Scheduler(StepLimits(tokens_per_step=64, max_running=16), pool), device, device, masks=masks)
+    pools, masks = block_pools(decoder.config, 400, 16, pool_type=WatchedPool), guides()
+    device = DelayedRunner(engine(max_running=16, guides=masks).runner, *pools)
+    ahead = Engine(Scheduler(StepLimits(tokens_per_step=64, max_running=16), *pools), device, device, masks=masks)
     assert serve(ahead, requests) == expected, "one step ahead"
     assert device.n_launched > 5 or any(r.grammar for r in requests), "the engine must run ahead"
     return expected

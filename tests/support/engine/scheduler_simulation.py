@@ -1,6 +1,7 @@
 """A simulated device for scheduler tests: its cache stores (position, token) per slot, and it samples by hashing them.
 
-It reads through the block table, which reveals blocks that are shared wrongly, released early or not written.
+It reads through the block tables, which reveals blocks that are shared wrongly, released early or not written. A token
+sees in each cache group what the group's window lets it see.
 """
 
 from __future__ import annotations
@@ -24,80 +25,107 @@ from app.engine.scheduling.scheduler import Scheduler, StepLimits
 VOCAB, EOS = 50, 0
 
 
+Slot = tuple[int, int, int]
+"""Cache group, block and offset."""
+Windows = tuple[int | None, ...]
+"""The window of each cache group."""
+
+
 class SimulatedDevice:
     """A cache of (position, token), and a model that hashes everything it reads."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, windows: Windows = (None,)) -> None:
         self.block_size = block_size
-        self.slots: dict[tuple[int, int], tuple[int, int]] = {}
+        self.windows = windows
+        self.slots: dict[Slot, tuple[int, int]] = {}
         self.prompt_tokens = 0
         """Number of prompt tokens computed."""
-        self.poison: set[tuple[int, int]] = set()
+        self.poison: set[Slot] = set()
         """Slots with non-finite values: no other request may read their blocks until they are cleared."""
 
     def run(self, plan: BatchPlan, *, bad: str = "", late: frozenset[str] = frozenset()) -> StepResult:
         """Runs a step. `late` requests are computed but not sampled, as if their grammar mask were not ready."""
-        self.poison = {slot for slot in self.poison if slot[0] not in plan.clear}
+        self.poison = {slot for slot in self.poison if slot[:2] not in plan.clear}
         self.copy(plan.copies)
         for chunk in plan.chunks:
             self.prompt_tokens += max(0, min(chunk.stop, len(chunk.sequence.request.prompt)) - chunk.start)
             self._write(chunk)
         good = [chunk for chunk in plan.chunks if chunk.sequence.request.id != bad]
         spoilt = [chunk for chunk in plan.chunks if chunk not in good and (chunk.samples or chunk.scores)]
-        self.poison |= {self._slot(c.sequence, position) for c in spoilt for position in range(c.start, c.stop)}
+        for chunk in spoilt:
+            self.poison.update(
+                slot for position in range(chunk.start, chunk.stop) for slot in self._slots(chunk.sequence, position)
+            )
         for chunk in good:
-            own = [(block, offset) for block in chunk.sequence.blocks for offset in range(self.block_size)]
+            tables = enumerate(chunk.sequence.blocks)
+            own = [(group, block, i) for group, blocks in tables for block in blocks for i in range(self.block_size)]
             assert not self.poison.intersection(own), "a poisoned block was not cleared"
-        drawn = {c.sequence.request.id: self._draw(c) for c in good if c.samples}
-        scores = {c.sequence.request.id: self._score(c) for c in good if c.scores}
+        read = {c.sequence.request.id: self._read(c.sequence, c.start, c.stop) for c in good}
+        drawn = {c.sequence.request.id: self._draw(c, read) for c in good if c.samples}
+        scores = {c.sequence.request.id: self._score(c, read) for c in good if c.scores}
         drawn |= {c.sequence.request.id: (SampledToken(None),) * len(c.sampled_rows) for c in spoilt if c.samples}
         drawn |= {name: (MASK_NOT_READY,) * len(drawn[name]) for name in late & drawn.keys()}
         return StepResult(drawn, {**scores, **{c.sequence.request.id: None for c in spoilt if c.scores}})
 
-    def copy(self, pairs: tuple[tuple[int, int], ...]) -> None:
-        for source, target in pairs:
+    def copy(self, copies: tuple[tuple[int, int, int], ...]) -> None:
+        for group, source, target in copies:
             for offset in range(self.block_size):
-                if (source, offset) in self.slots:
-                    self.slots[target, offset] = self.slots[source, offset]
-                assert (source, offset) not in self.poison, "a poisoned slot was copied"
+                if (group, source, offset) in self.slots:
+                    self.slots[group, target, offset] = self.slots[group, source, offset]
+                assert (group, source, offset) not in self.poison, "a poisoned slot was copied"
 
     def _write(self, chunk: Chunk) -> None:
         """Computes the rows of a chunk; tokens after the known ones are what the rows before them sample."""
         sequence, tokens = chunk.sequence, chunk.sequence.tokens[:]
         for position in range(chunk.start, chunk.stop):
             if position == len(tokens):
-                tokens.append(_drawn(sequence.request, self._read(sequence, position)))
-            self.slots[self._slot(sequence, position)] = (position, tokens[position])
+                read = self._read(sequence, position - 1, position)
+                tokens.append(_drawn(sequence.request, read, position, self.windows))
+            for slot in self._slots(sequence, position):
+                self.slots[slot] = (position, tokens[position])
 
-    def _draw(self, chunk: Chunk) -> tuple[SampledToken, ...]:
-        read = self._read(chunk.sequence, chunk.stop)
-        return tuple(SampledToken(_drawn(chunk.sequence.request, read[: row + 1])) for row in chunk.sampled_rows)
+    def _draw(self, chunk: Chunk, read: dict[str, list[Known]]) -> tuple[SampledToken, ...]:
+        request = chunk.sequence.request
+        rows = (_drawn(request, read[request.id], row + 1, self.windows) for row in chunk.sampled_rows)
+        return tuple(map(SampledToken, rows))
 
-    def _score(self, chunk: Chunk) -> tuple[TokenScore, ...]:
+    def _score(self, chunk: Chunk, read: dict[str, list[Known]]) -> tuple[TokenScore, ...]:
         assert all(chunk.start < position <= chunk.stop for position in chunk.scores), (
             "a score of a row that was not computed"
         )
-        request, read = chunk.sequence.request, self._read(chunk.sequence, chunk.stop)
-        return tuple((_scored(request, read, position), ()) for position in chunk.scores)
+        request = chunk.sequence.request
+        return tuple((_scored(request, read[request.id], position, self.windows), ()) for position in chunk.scores)
 
-    def _read(self, sequence: Sequence, length: int) -> list[tuple[int, int]]:
-        """Contents of the slots of the first `length` positions."""
-        read = [self.slots[self._slot(sequence, position)] for position in range(length)]
-        assert [position for position, _ in read] == list(range(length)), "a slot holds another position"
-        return read
+    def _read(self, sequence: Sequence, start: int, stop: int) -> list[Known]:
+        """For each group the contents of the slots of all positions that the tokens from `start` to `stop` see."""
+        groups = []
+        for group, window in enumerate(self.windows):
+            visible = range(0 if window is None else max(0, start - window + 1), stop)
+            read = {position: self.slots[self._slots(sequence, position)[group]] for position in visible}
+            assert all(read[position][0] == position for position in visible), "a slot holds another position"
+            groups.append(read)
+        return groups
 
-    def _slot(self, sequence: Sequence, position: int) -> tuple[int, int]:
-        return sequence.blocks[position // self.block_size], position % self.block_size
+    def _slots(self, sequence: Sequence, position: int) -> list[Slot]:
+        """The slot of a position in each group."""
+        index, offset = position // self.block_size, position % self.block_size
+        return [(group, blocks[index], offset) for group, blocks in enumerate(sequence.blocks)]
 
 
-def _drawn(request: Request, read: list[tuple[int, int]]) -> int:
-    """The model: the next token is a hash of all (position, token) before it."""
-    return hash((request.params.seed, *read)) % VOCAB
+Known = dict[int, tuple[int, int]]
+"""Position -> what is in its slot: position and token."""
 
 
-def _scored(request: Request, read: list[tuple[int, int]], position: int) -> float:
-    """The score of a prompt token: a hash of the tokens before it and of itself."""
-    return float(hash((_drawn(request, read[:position]), request.prompt[position])))
+def _drawn(request: Request, groups: list[Known], position: int, windows: Windows) -> int:
+    """The model: the token at a position is a hash of all (position, token) that the row before it sees."""
+    visible = [0 if window is None else max(0, position - window) for window in windows]
+    seen = [read[i] for read, first in zip(groups, visible, strict=True) for i in range(first, position)]
+    return hash((request.params.seed, *seen)) % VOCAB
+
+
+def _scored(request: Request, groups: list[Known], position: int, windows: Windows) -> float:
+    """The score of a prompt token: a hash of the tokens that the row before it sees, and of itself."""
+    return float(hash((_drawn(request, groups, position, windows), request.prompt[position])))
 
 
 def step(scheduler: Scheduler, device: SimulatedDevice) -> tuple[BatchPlan, StepReport]:
@@ -141,22 +169,26 @@ class Delivered:
         return [event.token for event in self.events[request_id]]
 
 
-def make_scheduler(blocks: int, block_size: int, budget: int, running: int, *, beside: int | None = None) -> Scheduler:
+def make_scheduler(
+    blocks: int, block_size: int, budget: int, running: int, *, beside: int | None = None, windows: Windows = (None,)
+) -> Scheduler:
     limits = StepLimits(tokens_per_step=budget, max_running=running, prompt_tokens_with_decodes=beside)
-    return Scheduler(limits, BlockPool(blocks, block_size))
+    return Scheduler(limits, *(BlockPool(blocks, block_size, window=window) for window in windows))
 
 
-def expected_output(request: Request) -> Delivered:
+def expected_output(request: Request, windows: Windows = (None,)) -> Delivered:
     """The output of the simulated model by its definition, without scheduler or cache."""
-    delivered, read = Delivered([request]), list(enumerate(request.prompt))
+    delivered, known = Delivered([request]), {i: (i, token) for i, token in enumerate(request.prompt)}
+    read = [known] * len(windows)
     if request.prompt_logprobs is not None:
-        positions = range(request.scored + 1, len(read))
-        delivered.scores[request.id] += [_scored(request, read, position) for position in positions]
+        positions = range(request.scored + 1, len(known))
+        delivered.scores[request.id] += [_scored(request, read, position, windows) for position in positions]
     while not delivered.finished:
-        index, token = len(read) - len(request.prompt), None
+        index, token = len(known) - len(request.prompt), None
         if request.max_tokens:
-            read.append((len(read), token := _drawn(request, read)))
-        is_last = len(read) == len(request.prompt) + request.max_tokens
+            token = _drawn(request, read, len(known), windows)
+            known[len(known)] = (len(known), token)
+        is_last = len(known) == len(request.prompt) + request.max_tokens
         finish = FinishReason.STOP if token in request.stop_ids else FinishReason.LENGTH if is_last else None
         delivered.take(StepReport(events=(SampledEvent(request.id, index, token, finish=finish),)))
     return delivered

@@ -11,10 +11,10 @@ from app.engine.gpu.kernels.interface import Kernels
 from app.engine.gpu.runner import DeviceRunner
 from app.engine.gpu.setup import device_runner
 from app.engine.guided.grammar_tracker import GrammarTracker
-from app.engine.scheduling.block_allocator import BlockPool
 from app.engine.scheduling.scheduler import Scheduler, StepLimits
 from benchmarks.gpu.reference_kernels import ReferenceKernels
 from model.nn.transformer import Decoder
+from tests.support.model.tiny_models import block_pools
 
 
 def tiny_device_runner(
@@ -50,5 +50,5 @@ def tiny_device_engine(decoder: Decoder, *, depth: int = 1, capture: Capture | N
     if capture:
         runner.capture(capture)
     limits = StepLimits(tokens_per_step=sizes["tokens_per_step"], max_running=sizes["max_running"])
-    scheduler = Scheduler(limits, BlockPool(sizes["blocks"], sizes.get("block_size", 16)))
+    scheduler = Scheduler(limits, *block_pools(decoder.config, sizes["blocks"], sizes.get("block_size", 16)))
     return Engine(scheduler, runner, runner if depth else None, masks=sizes.get("guides"))

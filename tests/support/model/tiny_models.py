@@ -6,7 +6,7 @@ from contextvars import ContextVar
 from ctypes import CDLL
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,6 +21,7 @@ from app.engine.execution.engine import Engine
 from app.engine.execution.runner import Runner, StepExecutor
 from app.engine.execution.torch_executor import TorchExecutor
 from app.engine.guided.grammar_tracker import GrammarTracker
+from app.engine.memory.cache_groups import cache_groups
 from app.engine.quantization.quantized_weights import round_weights
 from app.engine.sampling.sampler import TorchSampler
 from app.engine.scheduling.block_allocator import BlockPool
@@ -106,7 +107,7 @@ def tiny_engine(
 ) -> Engine:
     """An engine around `decoder` in this process, with the backend of the fixture `way`."""
     limits = StepLimits(tokens_per_step=tokens_per_step, max_running=max_running)
-    scheduler = Scheduler(limits, BlockPool(blocks, block_size))
+    scheduler = Scheduler(limits, *block_pools(decoder.config, blocks, block_size))
     if WAY.get() != "torch" and can_be_native(decoder):
         assert block_size == BLOCK
         compute: StepExecutor = native_compute(decoder, blocks, quantize="int8" if WAY.get() == "int8" else "none")
@@ -117,6 +118,16 @@ def tiny_engine(
         attend = EncoderCache(decoder, slots=max_running, context=decoder.config.context).attend
     executor = TorchExecutor(decoder, blocks=blocks, block_size=block_size, attend_sources=attend)
     return Engine(scheduler, Runner(executor, sampler=TorchSampler(), grammars=guides), masks=guides)
+
+
+PoolType = TypeVar("PoolType", bound=BlockPool)
+
+
+def block_pools(
+    config: ModelConfig, blocks: int, block_size: int, *, pool_type: type[PoolType] = BlockPool
+) -> list[PoolType]:
+    """A pool for each cache group of a decoder."""
+    return [pool_type(blocks, block_size, window=group.window) for group in cache_groups(config, "float32")]
 
 
 def can_be_native(decoder: Decoder) -> bool:

@@ -20,39 +20,49 @@ enum InkKind : int32_t { kNorm, kLinear, kRopeCache, kAttention, kAdd };
 // in, out: registers. flag: the kind of a norm, or an activation.
 struct InkOperation {
     int32_t kind, in, out, flag;
-    int32_t layer, columns;
+    int32_t layer, columns;  // layer: of its cache group
     int32_t gated, window, rotary_half;  // rotary_half: half of the numbers of a head that are rotated, 0 for none
     float eps, attention_scale;
     int32_t accumulates;  // whether the result is added to `out`
+    int32_t group;        // of caches
+    int32_t unused;
     const InkMatrix* matrix;
     const float *weight, *bias;  // of a norm; of the norms over query and key heads
     const float* rope_table;     // [context, 2 * rotary_half]
 };
 
+// The cache of the layers that share a window: [layer of the group, 2, block, kv head, 16 * padded head].
+struct InkCache {
+    void* numbers;
+    int64_t n_blocks;
+};
+
 struct InkShape {
     int32_t is_bf16, n_registers;
     int32_t query_heads, kv_heads, head_width, width;
-    int32_t n_operations, n_blocks;
+    int32_t n_operations, n_groups;
     int32_t final_norm, padded_head;  // padded_head: head_width in whole vectors
     float embedding_scale, soft_cap, eps;
     const float* position_embeddings;  // [context, width] or null
     const InkMatrix *embedding, *head;
     const float *final_weight, *final_bias;
-    void* cache;                      // [layer, 2, block, kv head, 16 * padded head]
+    const InkCache* caches;           // of each group
     const int32_t *register_columns;  // of each register
     const InkOperation* operations;
 };
 
+// A piece of one sequence: its rows, the position of the first one, and the sequence's blocks in each cache group, which
+// are as many numbers as there are groups.
 struct InkChunk {
-    int64_t n_rows, position;  // of the first row
-    const int32_t* blocks;     // of its sequence
+    int64_t n_rows, position;
+    const int32_t* const* blocks;
 };
 
 // One step.
 struct InkStep {
     int32_t n_rows, n_chunks;
     const int64_t* tokens;
-    const InkChunk* chunks;
+    const int64_t* chunks;  // [n_chunks, 2 + n_groups]: the numbers of each InkChunk, with the blocks in place
     double* seconds;  // null, or one entry for each operation, which adds its duration
 };
 }

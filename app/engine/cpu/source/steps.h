@@ -32,7 +32,7 @@ struct alignas(64) Line {
 
 struct Row {
     int position;
-    const int32_t* table;
+    const int32_t* const* tables;  // of each cache group
 };
 
 // W: the number format of products, F32 or BF16. Each matrix has a format of its own.
@@ -80,13 +80,18 @@ class Decoder : public Executor {
         return registers_[id].data()->bytes + row * row_bytes(id);
     }
 
+    InkChunk chunk(const InkStep& step, int index) const {
+        const int64_t* numbers = step.chunks + index * (2L + shape_.n_groups);
+        return {numbers[0], numbers[1], reinterpret_cast<const int32_t* const*>(numbers + 2)};
+    }
+
     long row_bytes(int id) const { return shape_.register_columns[id] * (is_float(id) ? 4 : sizeof(Number)); }
 
     void index_rows(const InkStep& step) {
         rows_.clear();
         longest_ = 0;
         for (int c = 0; c < step.n_chunks; c++) {
-            const auto [n_rows, position, blocks] = step.chunks[c];
+            const auto [n_rows, position, blocks] = chunk(step, c);
             for (int i = 0; i < n_rows; i++) rows_.push_back({int(position) + i, blocks});
             longest_ = std::max(longest_, int(position + n_rows));
         }
@@ -204,16 +209,17 @@ class Decoder : public Executor {
         });
     }
 
-    Number* cache(int layer, int kind, int block, int head) {
-        const long index = ((long(layer) * 2 + kind) * shape_.n_blocks + block) * shape_.kv_heads + head;
-        return static_cast<Number*>(shape_.cache) + index * kBlock * shape_.padded_head;
+    Number* cache(const InkOperation& op, int kind, int block, int head) {
+        const InkCache& group = shape_.caches[op.group];
+        const long index = ((long(op.layer) * 2 + kind) * group.n_blocks + block) * shape_.kv_heads + head;
+        return static_cast<Number*>(group.numbers) + index * kBlock * shape_.padded_head;
     }
 
     // Norms and rotates the heads; writes queries to their register, keys and values to the cache.
     void rotate_and_cache_row(const InkOperation& op, int row, int thread) {
         float* q = floats(op.in, row);
         const int width = shape_.head_width, n_rotated = shape_.query_heads + shape_.kv_heads;
-        const auto [position, table] = rows_[row];
+        const auto [position, tables] = rows_[row];
         for (int head = 0; head < n_rotated; head++) {
             float* x = q + head * width;
             const bool is_query = head < shape_.query_heads;
@@ -227,11 +233,11 @@ class Decoder : public Executor {
                 convert_store(load(padded(q + head * width, buffer, 0) + c),
                               numbers(kQueries, row) + head * shape_.padded_head + c);
         const float* k = q + shape_.query_heads * width;
-        const int block = table[position / kBlock];
+        const int block = tables[op.group][position / kBlock];
         for (int head = 0; head < shape_.kv_heads; head++)
             store_kv<W>(shape_, padded(k + head * width, buffer, 0),
                         padded(k + (shape_.kv_heads + head) * width, buffer, 1),
-                        cache(op.layer, 0, block, head), cache(op.layer, 1, block, head), position % kBlock);
+                        cache(op, 0, block, head), cache(op, 1, block, head), position % kBlock);
     }
 
     // The numbers of one head, padded with zeros to whole vectors.
@@ -245,8 +251,8 @@ class Decoder : public Executor {
     void run_attention(const InkOperation& op, const InkStep& step) {
         const int group = shape_.query_heads / shape_.kv_heads;
         tasks_.clear();
-        for (int c = 0, row = 0; c < step.n_chunks; row += int(step.chunks[c++].n_rows))
-            for (int first = 0, n_queries = int(step.chunks[c].n_rows) * group; first < n_queries; first += kQueryRows<W>)
+        for (int c = 0, row = 0; c < step.n_chunks; row += int(chunk(step, c++).n_rows))
+            for (int first = 0, n_queries = int(chunk(step, c).n_rows) * group; first < n_queries; first += kQueryRows<W>)
                 tasks_.push_back({row, first, std::min(kQueryRows<W>, n_queries - first)});
         pool_.run(int(tasks_.size()) * shape_.kv_heads, [&](int task, int thread) {
             attend_task(op, tasks_[task / shape_.kv_heads], task % shape_.kv_heads, group,
@@ -269,7 +275,8 @@ class Decoder : public Executor {
             positions[i] = rows_[row].position;
         }
         const long stride = shape_.kv_heads * kBlock * shape_.padded_head;
-        const Blocks<W> blocks = {cache(op.layer, 0, 0, head), cache(op.layer, 1, 0, head), rows_[task.row].table, stride};
+        const int32_t* table = rows_[task.row].tables[op.group];
+        const Blocks<W> blocks = {cache(op, 0, 0, head), cache(op, 1, 0, head), table, stride};
 #if defined(__AMX_BF16__)
         if constexpr (std::is_same_v<Number, bf16>)
             attend_in_tiles(shape_, op, blocks, queries, task.count, positions, outputs, scratch);
