@@ -35,8 +35,6 @@ import msgspec
 import torch
 
 from app.common.ipc import WorkerConfig
-from app.common.types import BatchPlan, Chunk
-from app.common.types import Sequence as EngineSequence
 from app.engine.cpu.compute import NativeCompute, ThreadPool
 from app.engine.cpu.library import load_library
 from app.engine.cpu.program import BLOCK
@@ -45,6 +43,8 @@ from app.engine.cpu.toolchain.cpu_target import LEVELS, runs_here
 from app.engine.cpu.toolchain.library_cache import BuildRecipe, cache_directory
 from app.engine.execution.engine import Engine
 from app.engine.gpu.runner import DeviceRunner
+from app.engine.scheduling.batch_plan import BatchPlan, Chunk
+from app.engine.scheduling.batch_plan import Sequence as EngineSequence
 from app.engine.scheduling.scheduler import StepLimits
 from app.engine.startup import build_engine
 from app.engine.worker_loop import BuiltEngine

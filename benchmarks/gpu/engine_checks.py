@@ -12,9 +12,10 @@ from typing import Any
 import msgspec
 import torch
 
-from app.common.types import BatchPlan, Request
+from app.common.types import Request
 from app.engine.execution.engine import Engine
 from app.engine.gpu.runner import DeviceRunner
+from app.engine.scheduling.batch_plan import BatchPlan
 from app.engine.worker_loop import EngineStartError
 from benchmarks.engine_driver import Outputs, cancel_all, random_prompt, request, run_all, run_until_decoding
 from benchmarks.gpu.engines import StartupPhases, build_device_engine, build_engine, shape_of

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from app.common.ipc import WorkerConfig
-from app.common.types import Request, RequestStarted, SampledToken, TokenScore
+from app.common.types import Request, RequestStarted, TokenScore
 from app.engine.execution.engine import Engine
 from app.engine.execution.runner import Runner
 from app.engine.execution.torch_executor import TorchExecutor
+from app.engine.sampling.sampled_token import SampledToken
 from app.engine.scheduling.block_allocator import BlockPool
 from app.engine.scheduling.scheduler import Scheduler, StepLimits
 from app.engine.startup import build_engine

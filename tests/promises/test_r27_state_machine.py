@@ -13,8 +13,9 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
-from app.common.types import BatchPlan, Request, SamplingParams, Sequence, StepResult
+from app.common.types import Request, SamplingParams
 from app.engine.execution.engine import FaultIsolation
+from app.engine.scheduling.batch_plan import BatchPlan, Sequence, StepResult
 from app.engine.scheduling.block_allocator import BlockAllocator
 from app.engine.scheduling.scheduler import Scheduler, StepLimits
 from tests.engine.scheduling.test_schedules import Simulation

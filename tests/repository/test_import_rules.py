@@ -34,7 +34,7 @@ OUTSIDE = {
     "app.engine": {"msgspec", "numpy", "torch"},
     "app.engine.cpu.toolchain": set[str](),
     "app.engine.gpu.kernels.triton": {"torch", "triton"},
-    "app.engine.scheduling": set[str](),
+    "app.engine.scheduling": {"msgspec"},
     "app.engine_client": {"msgspec"},
     "app.generation": {"msgspec"},
     "app.guided": set[str](),

@@ -16,9 +16,11 @@ from pathlib import Path
 from app.common.fault_injection import fault
 from app.common.ipc import Ready, WorkerConfig
 from app.common.model_version import Version
-from app.common.types import BatchPlan, Request, SampledToken, StepResult, TokenScore
+from app.common.types import Request, TokenScore
 from app.engine.execution.engine import Engine
 from app.engine.guided.grammar_workers import GrammarWorkers, Job
+from app.engine.sampling.sampled_token import SampledToken
+from app.engine.scheduling.batch_plan import BatchPlan, StepResult
 from app.engine.scheduling.block_allocator import BlockPool
 from app.engine.scheduling.scheduler import Scheduler, StepLimits
 from app.engine.worker_loop import BuiltEngine, run

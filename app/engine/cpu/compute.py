@@ -14,9 +14,9 @@ from weakref import finalize
 
 import numpy as np
 
-from app.common.types import BatchPlan, Chunk
 from app.engine.cpu.library import HugepageAllocator, Shape, Step, address_of, zeros
 from app.engine.cpu.program import BLOCK, Program, ReadTensor, padded_head_dim
+from app.engine.scheduling.batch_plan import BatchPlan, Chunk
 from model.config import ModelConfig
 from model.number_formats import Array
 from model.weight_formats import WeightFormat

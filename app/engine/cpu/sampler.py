@@ -14,10 +14,11 @@ from operator import is_
 
 import numpy as np
 
-from app.common.types import SampledToken, TokenScore
+from app.common.types import TokenScore
 from app.engine.cpu.compute import ThreadPool
 from app.engine.cpu.library import address_of
 from app.engine.sampling.parameters import SamplingInput, is_counted, pack_header
+from app.engine.sampling.sampled_token import SampledToken
 from model.number_formats import Array
 
 _TOP = 20

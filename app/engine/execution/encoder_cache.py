@@ -13,9 +13,9 @@ from collections.abc import Sequence as Items
 import torch
 from torch import Tensor
 
-from app.common.types import Chunk
 from app.engine.execution.torch_executor import KVCache, RowGroup, as_addend, attend_groups, groups_of
 from app.engine.memory.memory_plan import TILE, source_tokens
+from app.engine.scheduling.batch_plan import Chunk
 from model.nn.attention import EncoderAttend
 from model.nn.transformer import Decoder
 

@@ -23,18 +23,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from app.common.logs import trace_of
-from app.common.types import (
-    BatchPlan,
-    Chunk,
-    Request,
-    RequestStarted,
-    SampledToken,
-    Sequence,
-    StepReport,
-    StepResult,
-    TokenScore,
-)
+from app.common.types import Request, RequestStarted, StepReport, TokenScore
 from app.engine.memory.device_errors import is_out_of_memory, lost_device
+from app.engine.sampling.sampled_token import SampledToken
+from app.engine.scheduling.batch_plan import BatchPlan, Chunk, Sequence, StepResult
 from app.engine.scheduling.block_allocator import without_ended
 from app.engine.scheduling.scheduler import Scheduler
 

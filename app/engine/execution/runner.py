@@ -8,10 +8,12 @@ from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 from app.common.fault_injection import fault
-from app.common.types import MASK_NOT_READY, BatchPlan, Chunk, Request, SampledToken, Sequence, StepResult, TokenScore
+from app.common.types import Request, TokenScore
 from app.engine.execution.engine import AsyncStepRunner, StepRunner
 from app.engine.execution.warmup_batches import dummies
 from app.engine.sampling.parameters import SamplingInput
+from app.engine.sampling.sampled_token import MASK_NOT_READY, SampledToken
+from app.engine.scheduling.batch_plan import BatchPlan, Chunk, Sequence, StepResult
 from model.config import ModelConfig
 from model.number_formats import Array
 

@@ -23,9 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.common.types import BatchPlan, Chunk
 from app.engine.memory.cache_groups import CacheGroup, cache_groups, cache_places
 from app.engine.memory.memory_plan import TILE
+from app.engine.scheduling.batch_plan import BatchPlan, Chunk
 from model.nn.attention import CrossAttend, masked_positions
 from model.nn.interpreter import Interpreter
 from model.nn.layers import cache_attributes

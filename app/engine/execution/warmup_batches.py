@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 from msgspec import structs
 
-from app.common.types import BatchPlan, Chunk, Request, SampledToken, SamplingParams, Sequence
+from app.common.types import Request, SamplingParams
+from app.engine.sampling.sampled_token import SampledToken
+from app.engine.scheduling.batch_plan import BatchPlan, Chunk, Sequence
 from app.engine.scheduling.scheduler import StepLimits
 from model.number_formats import Array
 

@@ -20,10 +20,10 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from app.common.types import Chunk, Sequence
 from app.engine.gpu.kernels.interface import SPLIT, RowState
 from app.engine.gpu.kernels.sampling_state import ALIGNED, SamplingTable
 from app.engine.sampling.parameters import is_counted, pack_request, token_mask
+from app.engine.scheduling.batch_plan import Chunk, Sequence
 
 Numbers = TypeVar("Numbers")
 """array[int] on the host, Tensor on the device."""

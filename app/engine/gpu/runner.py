@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from app.common.fault_injection import fault
-from app.common.types import BatchPlan, Request, SampledToken, Sequence, StepResult, TokenScore
+from app.common.types import Request, TokenScore
 from app.engine.execution.runner import MaskProvider, SampledRows
 from app.engine.execution.warmup_batches import dummies
 from app.engine.gpu.graphs import Capture, StepGraphs
@@ -24,6 +24,8 @@ from app.engine.gpu.kernels.sampling_state import SampleOut, samples_of
 from app.engine.gpu.resident_batch import Download, Upload, lay_out, pad, splits
 from app.engine.gpu.step import SCORED_ROWS, StepProgram
 from app.engine.sampling.parameters import token_mask
+from app.engine.sampling.sampled_token import SampledToken
+from app.engine.scheduling.batch_plan import BatchPlan, Sequence, StepResult
 
 
 class InFlightStep(NamedTuple):

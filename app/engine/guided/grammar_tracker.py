@@ -26,8 +26,10 @@ from msgspec.structs import replace
 
 from app.common.fault_injection import fault
 from app.common.llguidance_adapter import GrammarVocabulary
-from app.common.types import MASK_NOT_READY, FinishReason, Request, SampledToken, Sequence
+from app.common.types import FinishReason, Request
 from app.engine.guided.grammar_workers import GrammarWorkers, Job
+from app.engine.sampling.sampled_token import MASK_NOT_READY, SampledToken
+from app.engine.scheduling.batch_plan import Sequence
 from model.number_formats import Array
 
 _SLOW_SECONDS = 0.001

@@ -36,9 +36,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.common.types import SampledToken, TokenScore
+from app.common.types import TokenScore
 from app.engine.sampling import parameters as layout
 from app.engine.sampling.parameters import SamplingInput, is_counted
+from app.engine.sampling.sampled_token import SampledToken
 
 _MASK32 = 0xFFFFFFFF
 _MIN_FLOAT32 = torch.finfo(torch.float32).min

@@ -48,7 +48,7 @@ from collections.abc import Sequence as Items
 from typing import NamedTuple, TypeVar
 
 from app.common.model_version import Version
-from app.common.types import BatchPlan, Sequence
+from app.engine.scheduling.batch_plan import BatchPlan, Sequence
 
 Blocks = TypeVar("Blocks", "array[int]", "list[int]")
 BlockTable = tuple["array[int]", ...]

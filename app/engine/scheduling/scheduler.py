@@ -29,9 +29,6 @@ from itertools import chain
 
 from app.common.model_version import Version
 from app.common.types import (
-    MASK_NOT_READY,
-    BatchPlan,
-    Chunk,
     Counters,
     FinishReason,
     PromptScores,
@@ -39,11 +36,10 @@ from app.common.types import (
     RequestFailed,
     RequestStarted,
     SampledEvent,
-    SampledToken,
-    Sequence,
     StepReport,
-    StepResult,
 )
+from app.engine.sampling.sampled_token import MASK_NOT_READY, SampledToken
+from app.engine.scheduling.batch_plan import BatchPlan, Chunk, Sequence, StepResult
 from app.engine.scheduling.block_allocator import BlockAllocator, BlockPool, StepsInFlight
 
 _PROMPT_TOKENS_PER_DECODE = 4

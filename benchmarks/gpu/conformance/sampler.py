@@ -17,10 +17,11 @@ from random import Random
 import torch
 from torch import Tensor
 
-from app.common.types import Request, SampledToken
+from app.common.types import Request
 from app.engine.gpu.kernels.sampling_state import SampleOut, SamplingTable, samples_of
 from app.engine.gpu.linears import VOCAB_MULTIPLE
 from app.engine.sampling.parameters import SamplingInput, is_counted, pack_request, token_mask
+from app.engine.sampling.sampled_token import SampledToken
 from app.engine.sampling.sampler import ADJUSTMENTS, FILTERS, Draw, apply_stages, row_parameters, sample, uniforms
 from benchmarks.gpu.conformance.harness import triton_kernels
 from benchmarks.gpu.conformance.sampling_cases import Case, chance, edges

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from app.common.types import BatchPlan, Chunk, Request, SamplingParams, Sequence
+from app.common.types import Request, SamplingParams
 from app.engine.cpu.compute import NativeCompute, ThreadPool
 from app.engine.cpu.library import HugepageAllocator, LibraryError, address_of, load_library, zeros
 from app.engine.cpu.sampler import NativeSampler
@@ -26,6 +26,7 @@ from app.engine.cpu.toolchain.library_cache import BuildRecipe
 from app.engine.quantization import quantized_weights
 from app.engine.quantization.quantized_weights import round_weights
 from app.engine.sampling.parameters import SamplingInput
+from app.engine.scheduling.batch_plan import BatchPlan, Chunk, Sequence
 from model.checkpoint.checkpoint import load
 from model.checkpoint.stored_weights import find_weights
 from model.config import Activation, LayerKind, Rope

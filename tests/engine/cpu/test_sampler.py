@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from app.common.types import SampledToken, SamplingParams
+from app.common.types import SamplingParams
 from app.engine.cpu.sampler import NativeSampler
 from app.engine.sampling.parameters import SamplingInput
+from app.engine.sampling.sampled_token import SampledToken
 from app.engine.sampling.sampler import Draw, uniforms
 from app.engine.sampling.sampler import sample as torch_sample
 from benchmarks.gpu.conformance.sampling_cases import chance, edges

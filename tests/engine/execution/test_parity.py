@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.common.types import BatchPlan, Chunk, Request, SamplingParams, Sequence
+from app.common.types import Request, SamplingParams
 from app.engine.sampling.parameters import SamplingInput
 from app.engine.sampling.sampler import sample
+from app.engine.scheduling.batch_plan import BatchPlan, Chunk, Sequence
 from model.config import ModelConfig
 from model.nn.reference import generate, logits
 from tests.support.engine.mixed_requests import serve

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from app.common.types import BatchPlan, Chunk, Request, SampledEvent, SamplingParams, Sequence
+from app.common.types import Request, SampledEvent, SamplingParams
 from app.engine.execution.engine import Engine
 from app.engine.execution.warmup_batches import dummies
 from app.engine.gpu.graphs import CudaCapture
@@ -24,6 +24,7 @@ from app.engine.gpu.runner import DeviceRunner
 from app.engine.gpu.step import StepProgram
 from app.engine.gpu.triton_loader import triton_kernels
 from app.engine.guided.grammar_tracker import GrammarTracker
+from app.engine.scheduling.batch_plan import BatchPlan, Chunk, Sequence
 from app.engine.scheduling.block_allocator import BlockAllocator
 from app.engine.scheduling.scheduler import StepLimits
 from app.engine.startup_checks import check_batch_invariance

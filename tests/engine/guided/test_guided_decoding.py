@@ -15,19 +15,13 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from app.common.types import (
-    MASK_NOT_READY,
-    BatchPlan,
-    FinishReason,
-    Request,
-    SampledEvent,
-    SampledToken,
-    SamplingParams,
-)
-from app.common.types import Sequence as EngineSequence
+from app.common.types import FinishReason, Request, SampledEvent, SamplingParams
 from app.engine.guided import grammar_tracker
 from app.engine.guided.grammar_tracker import GrammarTracker
 from app.engine.guided.grammar_workers import Job
+from app.engine.sampling.sampled_token import MASK_NOT_READY, SampledToken
+from app.engine.scheduling.batch_plan import BatchPlan
+from app.engine.scheduling.batch_plan import Sequence as EngineSequence
 from app.guided.grammar import grammar_from
 from model.nn.transformer import Decoder
 from model.number_formats import Array

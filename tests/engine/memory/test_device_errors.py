@@ -10,9 +10,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from app.common.types import BatchPlan, Chunk, Request, Sequence, StepResult
+from app.common.types import Request
 from app.engine.execution.engine import FaultIsolation
 from app.engine.memory.device_errors import broken_capture, is_out_of_memory, lacked_device_memory, lost_device
+from app.engine.scheduling.batch_plan import BatchPlan, Chunk, Sequence, StepResult
 
 HELP = "\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1\n"
 STAYING = {

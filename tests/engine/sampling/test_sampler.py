@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from app.common.types import SampledToken, SamplingParams
+from app.common.types import SamplingParams
 from app.engine.sampling.parameters import SamplingInput
+from app.engine.sampling.sampled_token import SampledToken
 from app.engine.sampling.sampler import Draw, TorchSampler, philox, top_logprobs, uniforms
 from app.engine.sampling.sampler import sample as sample_together
 from tests.support.engine.native_sampler import Sample

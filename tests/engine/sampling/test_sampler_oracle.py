@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.common.types import SampledToken, SamplingParams
+from app.common.types import SamplingParams
 from app.engine.sampling.parameters import SamplingInput
+from app.engine.sampling.sampled_token import SampledToken
 from app.engine.sampling.sampler import FILTERS, Draw, apply_stages, row_parameters, uniforms
 from benchmarks.gpu.conformance.sampler import draw
 from benchmarks.gpu.conformance.sampling_cases import Case as BatchCase

@@ -10,17 +10,9 @@ from typing import Any
 
 import pytest
 
-from app.common.types import (
-    MASK_NOT_READY,
-    BatchPlan,
-    Chunk,
-    FinishReason,
-    Request,
-    SampledToken,
-    SamplingParams,
-    StepReport,
-    StepResult,
-)
+from app.common.types import FinishReason, Request, SamplingParams, StepReport
+from app.engine.sampling.sampled_token import MASK_NOT_READY, SampledToken
+from app.engine.scheduling.batch_plan import BatchPlan, Chunk, StepResult
 from app.engine.scheduling.block_allocator import BlockAllocator, BlockPool, find_prefix
 from app.engine.scheduling.scheduler import NOT_FINITE, Scheduler, StepLimits
 from tests.support.engine.scheduler_simulation import EOS, VOCAB, Delivered, SimulatedDevice, Windows, expected_output

@@ -10,8 +10,10 @@ import msgspec
 import pytest
 
 from app.common.model_version import Version
-from app.common.types import BatchPlan, FinishReason, Request, RequestFailed, SampledToken, StepResult
+from app.common.types import FinishReason, Request, RequestFailed
 from app.engine.execution.engine import Engine
+from app.engine.sampling.sampled_token import SampledToken
+from app.engine.scheduling.batch_plan import BatchPlan, StepResult
 from app.engine.scheduling.block_allocator import BlockPool, chain_hash, find_prefix, root_hash
 from app.engine.scheduling.scheduler import Scheduler, StepLimits
 from tests.support.engine.scheduler_simulation import SimulatedDevice, make_scheduler, step

@@ -13,18 +13,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from app.common.types import (
-    BatchPlan,
-    Chunk,
-    FinishReason,
-    Request,
-    RequestStarted,
-    SamplingParams,
-    StepReport,
-    StepResult,
-)
-from app.common.types import Sequence as EngineSequence
+from app.common.types import FinishReason, Request, RequestStarted, SamplingParams, StepReport
 from app.engine.execution.engine import Engine
+from app.engine.scheduling.batch_plan import BatchPlan, Chunk, StepResult
+from app.engine.scheduling.batch_plan import Sequence as EngineSequence
 from app.engine.scheduling.block_allocator import BlockAllocator, BlockPool, StepsInFlight
 from app.engine.scheduling.scheduler import Scheduler, StepLimits
 from tests.support.engine.delayed_runner import DelayedRunner, WatchedPool

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from app.common.types import SampledToken
 from app.engine.cpu.sampler import NativeSampler
 from app.engine.cpu.toolchain.cpu_target import this_level
 from app.engine.sampling.parameters import SamplingInput
+from app.engine.sampling.sampled_token import SampledToken
 from tests.support import ROOT
 
 Sample = Callable[[Tensor, Items[SamplingInput]], list[SampledToken]]

@@ -6,19 +6,9 @@ sees in each cache group what the group's window lets it see.
 
 from __future__ import annotations
 
-from app.common.types import (
-    MASK_NOT_READY,
-    BatchPlan,
-    Chunk,
-    FinishReason,
-    Request,
-    SampledEvent,
-    SampledToken,
-    Sequence,
-    StepReport,
-    StepResult,
-    TokenScore,
-)
+from app.common.types import FinishReason, Request, SampledEvent, StepReport, TokenScore
+from app.engine.sampling.sampled_token import MASK_NOT_READY, SampledToken
+from app.engine.scheduling.batch_plan import BatchPlan, Chunk, Sequence, StepResult
 from app.engine.scheduling.block_allocator import BlockPool
 from app.engine.scheduling.scheduler import Scheduler, StepLimits
 

@@ -13,9 +13,10 @@ from collections.abc import Sequence as Items
 import torch
 from torch import Tensor
 
-from app.common.types import Request, SampledToken, SamplingParams, TokenScore
+from app.common.types import Request, SamplingParams, TokenScore
 from app.engine.sampling import parameters as layout
 from app.engine.sampling.parameters import pack_request
+from app.engine.sampling.sampled_token import SampledToken
 from app.engine.sampling.sampler import count_tokens
 
 TOP = 20
