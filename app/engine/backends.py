@@ -16,7 +16,8 @@ from app.engine.cpu.packed_cache import PackedCache
 from app.engine.cpu.sampler import NativeSampler
 from app.engine.cpu.thread_count import choose_threads
 from app.engine.cpu.toolchain.backend_selection import SelectedBackend
-from app.engine.execution.runner import BackendRunners, Runner
+from app.engine.execution.runner import Runner
+from app.engine.execution.step_runner import BackendRunners
 from app.engine.execution.warmup_batches import dummies
 from app.engine.guided.grammar_tracker import GrammarTracker
 from app.engine.memory.memory_plan import BlockBudget, CacheShape, blocks_on_cpu

@@ -12,7 +12,8 @@ from app.common.startup_timer import PLANNING_MEMORY, WARMING_UP
 from app.engine.backends import Announce, Backend, Placement, full_numerics
 from app.engine.cpu.toolchain.backend_selection import SelectedBackend
 from app.engine.execution.encoder_cache import EncoderCache
-from app.engine.execution.runner import BackendRunners, Runner
+from app.engine.execution.runner import Runner
+from app.engine.execution.step_runner import BackendRunners
 from app.engine.execution.torch_executor import TorchExecutor
 from app.engine.execution.warmup_batches import PermissiveGrammars, costliest_step
 from app.engine.gpu.kernels.interface import SHARED_BYTES, attention_fits

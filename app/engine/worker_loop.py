@@ -1,9 +1,6 @@
 """Main loop of the engine process: receive, step, report, until the pipe closes.
 
 A closed pipe means that the API process has exited, so this process exits too.
-
-GrammarCompileQueue holds guided requests until their grammars are compiled, so that the steps of others continue.
-The watchdog sends heartbeats while the engine loads, and writes stack traces when it hangs.
 """
 
 from __future__ import annotations
@@ -14,12 +11,8 @@ import logging
 import os
 import socket
 import sys
-import tempfile
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -33,187 +26,17 @@ from app.common.ipc import Cancel, Down, Fatal, FrameReceiver, Phase, Ready, Sub
 from app.common.logs import open_nonblocking
 from app.common.operating_system import die_with_parent
 from app.common.start_signals import ignore_stop_signals
-from app.common.types import Request, RequestFailed, RequestStarted, StepReport
-from app.engine.cpu.toolchain.library_cache import cache_directory, is_trusted_directory
+from app.common.types import RequestStarted, StepReport
 from app.engine.execution.engine import Engine
-from app.engine.guided.grammar_workers import Job
+from app.engine.gpu.triton_cache import keep_triton_cache
+from app.engine.guided.grammar_compile_queue import GrammarCompileQueue
+from app.engine.watchdog import HangTrace, heartbeat
 from model.files import reading_from
 
 if TYPE_CHECKING:  # it needs numpy, which the loop must not wait for
     from app.engine.guided.grammar_tracker import GrammarTracker
 
 _log = logging.getLogger("inkstream")
-_TRACE_FRACTION = 0.8
-"""Fraction of the silence limit after which the stack traces are written, before the process is killed."""
-
-
-class HangTrace:
-    """Dumps the stacks of all threads to a file descriptor (stderr) if alive() is not called for too long.
-
-    The dump does not need the GIL, so it also shows which thread holds it. Resetting the timer starts a thread, so
-    alive() does not reset it at every call.
-    """
-
-    def __init__(self, silence_seconds: float, descriptor: int = 2) -> None:
-        self._descriptor = descriptor
-        self._seconds = silence_seconds * _TRACE_FRACTION
-        self._next = 0.0
-
-    def alive(self, now: float) -> None:
-        """Resets the timer; may be called any number of times a second."""
-        if now >= self._next:
-            self._next = now + self._seconds / 4
-            faulthandler.dump_traceback_later(self._seconds, file=self._descriptor)
-
-
-@contextmanager
-def heartbeat(send_beat: Callable[[], None], seconds: float) -> Iterator[None]:
-    """Calls `send_beat` every `seconds` from a background thread within the block."""
-    stopped = threading.Event()
-
-    def run() -> None:
-        while not stopped.wait(seconds):
-            try:
-                send_beat()
-            except OSError:  # the pipe is closed: the main thread reports that on its next write
-                return
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        stopped.set()
-        thread.join()
-
-
-_NOT_COMPILED = (
-    "the guide of this request could not be compiled; the server's log gives the reason under the request's id"
-)
-_COMPILE_POLL_SECONDS = 0.002
-
-
-@dataclass(slots=True)
-class _GuidedRequest:
-    request: Request
-    job: Job | None = None
-    """None until there is capacity to compile the grammar."""
-
-
-class GrammarCompileQueue:
-    """First come, first served within a cache namespace; namespaces do not wait for one another."""
-
-    def __init__(self, grammars: GrammarTracker, *, max_prepared: int) -> None:
-        """At most `max_prepared` compiled grammars are kept for requests that have not started."""
-        self._grammars = grammars
-        self._max_prepared = max_prepared
-        self._queues: dict[str, deque[_GuidedRequest]] = {}
-        self._failed: list[RequestFailed] = []
-        self._is_used = False
-        """Whether a guided request has come: before the first one there is nothing to report or to drop."""
-
-    @property
-    def n_waiting(self) -> int:
-        """Number of requests in this queue."""
-        return sum(map(len, self._queues.values()))
-
-    def wait_seconds(self, otherwise: float) -> float:
-        """How long the engine may sleep: only briefly while a grammar is being compiled."""
-        return min(otherwise, _COMPILE_POLL_SECONDS) if self._queues else otherwise
-
-    def add(self, request: Request) -> None:
-        """Adds a request."""
-        self._is_used = True
-        self._queues.setdefault(request.cache_namespace, deque()).append(_GuidedRequest(request))
-        self._compile()
-
-    def pop_ready(self) -> list[Request]:
-        """Removes and returns the requests whose grammars are compiled."""
-        if not self._queues:
-            return []
-        ready = []
-        for queue in self._queues.values():
-            while queue and queue[0].job and queue[0].job.done:
-                request, error = queue[0].request, queue[0].job.error
-                queue.popleft()
-                if error:
-                    _log.error("compiling the grammar of request %s failed", request.id, exc_info=error)
-                    self._failed.append(RequestFailed(request.id, _NOT_COMPILED))
-                    self._grammars.forget(request.id)
-                else:
-                    ready.append(request)
-        self._compile()
-        return ready
-
-    def take_failed(self) -> tuple[RequestFailed, ...]:
-        """Returns and resets the requests whose grammars could not be compiled because of an internal error."""
-        failed, self._failed = tuple(self._failed), []
-        return failed
-
-    def take_work(self) -> tuple[tuple[str, float], ...]:
-        """CPU seconds by request, for StepReport.work."""
-        return self._grammars.take_work() if self._is_used else ()
-
-    def release_finished(self, report: StepReport) -> None:
-        """Drops the grammars of requests that have ended."""
-        if not self._is_used:
-            return
-        for request_id in [e.request_id for e in report.events if e.finish] + [f.request_id for f in report.failed]:
-            self._grammars.forget(request_id)
-
-    def cancel(self, request_id: str) -> None:
-        """Drops a request and its grammar, if there are any."""
-        if not self._is_used:
-            return
-        for queue in self._queues.values():
-            for entry in [entry for entry in queue if entry.request.id == request_id]:
-                queue.remove(entry)
-        self._grammars.forget(request_id)
-        self._compile()
-
-    def _compile(self) -> None:
-        """Starts to compile as many grammars as there is capacity for, round robin among namespaces."""
-        self._queues = {namespace: queue for namespace, queue in self._queues.items() if queue}
-        waiting = {namespace: deque(e for e in queue if not e.job) for namespace, queue in self._queues.items()}
-        while any(waiting.values()):
-            for namespace, queue in waiting.items():
-                if queue and self._grammars.n_prepared >= self._max_prepared - self._reserved(namespace):
-                    queue.clear()
-                if queue:
-                    entry = queue.popleft()
-                    entry.job = self._grammars.prepare(entry.request)
-
-    def _reserved(self, namespace: str) -> int:
-        """Capacity that a namespace leaves to others: the last eighth, if it already has a grammar here."""
-        has_grammar = any(entry.job for entry in self._queues[namespace])
-        return self._max_prepared // 8 if namespace and has_grammar else 0
-
-
-_TRITON_CACHE_VARIABLE = "TRITON_CACHE_DIR"
-
-
-def keep_triton_cache(cache_dir: Path | None, environment: MutableMapping[str, str]) -> None:
-    """Sets Triton's cache directory in `environment`, unless the user has set it. `cache_dir`: --cache-dir.
-
-    Without --cache-dir and without a home directory, Triton uses its default. Where other users can write ours, it uses
-    its default in the home directory, or a new temporary one, because it loads the libraries that it finds.
-    """
-    directory = cache_directory(cache_dir, environment)
-    if environment.get(_TRITON_CACHE_VARIABLE) or directory is None:
-        return
-    folder = directory / "triton"
-    for each in (directory, folder):
-        if each.exists() and not is_trusted_directory(each):
-            _log.warning(
-                "%s belongs to another user or is writable by others, and Triton keeps its kernels elsewhere: "
-                "run chmod go-w on it, or give another directory with --cache-dir",
-                each,
-            )
-            home = Path(environment.get("HOME") or "/nonexistent")
-            if not (os.access(home, os.W_OK) and is_trusted_directory(home)):
-                environment[_TRITON_CACHE_VARIABLE] = tempfile.mkdtemp(prefix="inkstream-triton-")
-            return
-    environment[_TRITON_CACHE_VARIABLE] = str(folder.absolute())
 
 
 class EngineStartError(ValueError):

@@ -1,13 +1,8 @@
-"""Startup times of an engine by phase, and Triton's default kernel cache directory."""
+"""Startup times of an engine by phase."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
-
 from app.common.startup_timer import CAPTURING_GRAPHS, LOADING_WEIGHTS, PROVING, STARTING, format_phases, phase_seconds
-from app.engine.worker_loop import keep_triton_cache
 
 
 def test_each_phase_ends_with_the_start_of_the_next() -> None:
@@ -16,42 +11,3 @@ def test_each_phase_ends_with_the_start_of_the_next() -> None:
     assert seconds == {STARTING: 2.0, LOADING_WEIGHTS: 3.0, PROVING: 2.0, CAPTURING_GRAPHS: 2.0}
     assert format_phases(seconds).startswith("9.0 s: starting 2.0, loading weights 3.0, proving 2.0")
     assert phase_seconds([(STARTING, 1.0)], 4.0) == {STARTING: 3.0}, "an engine that names no phase"
-
-
-@pytest.mark.parametrize(
-    ("directory", "environment", "kept"),
-    [
-        (None, {"HOME": "/home/a", "XDG_CACHE_HOME": "/home/a/cache"}, "/home/a/cache/inkstream/triton"),
-        (None, {"INKSTREAM_CACHE_DIR": "/kept", "TRITON_CACHE_DIR": ""}, "/kept/triton"),
-        (Path("/given"), {"INKSTREAM_CACHE_DIR": "/kept"}, "/given/triton"),
-        (Path("here"), {}, str(Path.cwd() / "here/triton")),
-        (Path("/given"), {"TRITON_CACHE_DIR": "/elsewhere"}, "/elsewhere"),
-    ],
-)
-def test_triton_cache_is_below_ours_unless_set_explicitly(
-    directory: Path | None, environment: dict[str, str], kept: str
-) -> None:
-    variables = dict(environment)
-    keep_triton_cache(directory, variables)
-    assert variables["TRITON_CACHE_DIR"] == kept
-
-
-@pytest.mark.parametrize("writable", ["cache", "cache/triton"])
-def test_triton_loads_no_libraries_from_a_directory_that_others_can_write(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writable: str
-) -> None:
-    (tmp_path / "cache" / "triton").mkdir(mode=0o755, parents=True)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    (tmp_path / writable).chmod(0o777)
-    variables = {"HOME": str(tmp_path)}
-    keep_triton_cache(tmp_path / "cache", variables)
-    assert variables == {"HOME": str(tmp_path)}  # Triton's default, ~/.triton
-    for home in ("/nonexistent", "/tmp"):
-        variables = {"HOME": home}
-        keep_triton_cache(tmp_path / "cache", variables)
-        folder = Path(variables["TRITON_CACHE_DIR"])
-        assert folder.parent == tmp_path and folder.stat().st_mode & 0o777 == 0o700
-    (tmp_path / writable).chmod(0o755)
-    variables = {}
-    keep_triton_cache(tmp_path / "cache", variables)
-    assert variables == {"TRITON_CACHE_DIR": str(tmp_path / "cache" / "triton")}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
 from app.common.types import Request, SamplingParams
-from app.engine.execution.engine import FaultIsolation
+from app.engine.execution.fault_isolation import FaultIsolation
 from app.engine.scheduling.batch_plan import BatchPlan, Sequence, StepResult
 from app.engine.scheduling.block_allocator import BlockAllocator
 from app.engine.scheduling.scheduler import Scheduler, StepLimits

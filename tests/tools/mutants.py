@@ -51,7 +51,9 @@ SUBJECTS = {
     "resume": Subject(
         ("app/api/resume_store.py",), ("tests/api/test_resume_store.py", "tests/api/test_resumed_streams.py")
     ),
-    "guided": Subject((f"{_ENGINE}/guided/grammar_tracker.py",), ("tests/engine/guided",)),
+    "guided": Subject(
+        (f"{_ENGINE}/guided/grammar_tracker.py", f"{_ENGINE}/guided/grammar_masks.py"), ("tests/engine/guided",)
+    ),
 }
 
 

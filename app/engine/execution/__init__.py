@@ -1,5 +1,5 @@
 """Runs the steps that the scheduler plans: engine, runner, executor in torch, isolation of failed requests.
 
-Main names: Engine, Runner, FaultIsolation, TorchExecutor.
+Main names: Engine, StepRunner, Runner, FaultIsolation, TorchExecutor.
 Invariants: Only the request at fault fails. Computing a chunk again gives the same result and changes nothing else.
 """

@@ -5,11 +5,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence as Items
 from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from app.common.fault_injection import fault
 from app.common.types import Request, TokenScore
-from app.engine.execution.engine import AsyncStepRunner, StepRunner
 from app.engine.execution.warmup_batches import dummies
 from app.engine.sampling.parameters import SamplingInput
 from app.engine.sampling.sampled_token import MASK_NOT_READY, SampledToken
@@ -21,13 +20,6 @@ from model.number_formats import Array
 
 Logits = Any
 """[rows, V]: a numpy array or a torch tensor, which the executor returns and the sampler of the same backend takes."""
-
-
-class BackendRunners(NamedTuple):
-    """The runner of an engine (app/engine/execution/engine.py), also as `ahead` if it can launch steps."""
-
-    runner: StepRunner
-    ahead: AsyncStepRunner | None = None
 
 
 class StepExecutor(Protocol):

@@ -13,7 +13,8 @@ from functools import partial
 import torch
 
 from app.common.startup_timer import CAPTURING_GRAPHS, WARMING_UP
-from app.engine.execution.runner import BackendRunners, MaskProvider
+from app.engine.execution.runner import MaskProvider
+from app.engine.execution.step_runner import BackendRunners
 from app.engine.execution.warmup_batches import dummies, largest_step
 from app.engine.gpu.decoder import PagedDecoder
 from app.engine.gpu.graphs import CudaCapture, StepGraphs

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from app.common.types import Request
-from app.engine.execution.engine import FaultIsolation
+from app.engine.execution.fault_isolation import FaultIsolation
 from app.engine.memory.device_errors import broken_capture, is_out_of_memory, lacked_device_memory, lost_device
 from app.engine.scheduling.batch_plan import BatchPlan, Chunk, Sequence, StepResult
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import compress
 
-from app.engine.execution.engine import StepRunner
+from app.engine.execution.step_runner import StepRunner
 from app.engine.sampling.sampled_token import MASK_NOT_READY
 from app.engine.scheduling.batch_plan import BatchPlan, Chunk, Sequence, StepResult
 from app.engine.scheduling.block_allocator import BlockPool
