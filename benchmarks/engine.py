@@ -35,9 +35,9 @@ import msgspec
 import torch
 
 from app.common.ipc import WorkerConfig
-from app.engine.cpu.compute import NativeCompute, ThreadPool
+from app.engine.cpu.executor import NativeExecutor, ThreadPool
 from app.engine.cpu.library import load_library
-from app.engine.cpu.program import BLOCK
+from app.engine.cpu.packed_decoder import BLOCK
 from app.engine.cpu.toolchain.builder import build, find_or_build
 from app.engine.cpu.toolchain.cpu_target import LEVELS, runs_here
 from app.engine.cpu.toolchain.library_cache import BuildRecipe, cache_directory
@@ -157,8 +157,8 @@ def _cpu_host_engine(weights: Path, rows: int) -> Engine:
     """The engine of the service, with native kernels that compute nothing."""
     built = _engine(weights, "native", rows=rows, length=CONTEXT_TOKENS)
     runner: Any = built.engine.runner
-    runner.compute._library = SimpleNamespace(ink_run=lambda *_: None, ink_head=lambda *_: None)
-    runner.compute._logits = torch.randn(rows, built.ready.vocab_size).numpy()
+    runner.executor._library = SimpleNamespace(ink_run=lambda *_: None, ink_head=lambda *_: None)
+    runner.executor._logits = torch.randn(rows, built.ready.vocab_size).numpy()
     return built.engine
 
 
@@ -167,7 +167,7 @@ def _gpu_host_engine(rows: int) -> Engine:
     decoder, limits = Decoder(preset("nano")).requires_grad_(False), StepLimits(tokens_per_step=512, max_running=rows)
     engine = emulated_engine(decoder, limits, blocks=8 * rows, block_size=64, capture=lambda _work: lambda: None)
     assert isinstance(engine.runner, DeviceRunner)
-    engine.runner.graphs.steps.out.numbers_X.zero_()
+    engine.runner.graphs.executor.out.numbers_X.zero_()
     return engine
 
 
@@ -290,8 +290,10 @@ class DecodeSteps:
         blocks, read = max(rows * (self._length // BLOCK + 1), -(-config.context // BLOCK)), parameter_reader(decoder)
         pool = ThreadPool(loaded, threads)
         stored = weight_format("bfloat16", "int8" if int8 else "none")
-        self._compute = NativeCompute(loaded, config, read, pool, dtype="bfloat16", blocks=blocks, weight_format=stored)
-        self._config, self.names = config, self._compute.program.names
+        self._executor = NativeExecutor(
+            loaded, config, read, pool, dtype="bfloat16", blocks=blocks, weight_format=stored
+        )
+        self._config, self.names = config, self._executor.decoder.names
 
     def step(self, rows: int) -> tuple[float, float, array[float]]:
         """Seconds of a decode step of `rows` sequences, of its head, and of each operation before it."""
@@ -303,12 +305,12 @@ class DecodeSteps:
         return self._time([Chunk(_sequence(self._config, 0, tokens), 0, tokens)])[0]
 
     def _time(self, chunks: Sequence[Chunk]) -> tuple[float, float, array[float]]:
-        seconds = self._compute.seconds = array("d", bytes(8 * len(self.names)))
+        seconds = self._executor.seconds = array("d", bytes(8 * len(self.names)))
         plan, last_rows = BatchPlan(tuple(chunks)), list(accumulate(chunk.stop - chunk.start for chunk in chunks))
         began = time.perf_counter()
-        self._compute.run(plan)
+        self._executor.run(plan)
         ran = time.perf_counter()
-        self._compute.logits([row - 1 for row in last_rows])
+        self._executor.logits([row - 1 for row in last_rows])
         done = time.perf_counter()
         return done - began, done - ran, seconds
 

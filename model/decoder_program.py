@@ -1,7 +1,7 @@
 """The operations of a decoder in the order of its computation, with their registers, weights, shapes and costs.
 
 This list describes a decoder once. Parameter shapes (model/parameter_shapes.py) and costs come from it, torch
-interprets it (model/nn/interpreter.py), app/engine/cpu/program.py packs it for the C++ kernels, and
+interprets it (model/nn/interpreter.py), app/engine/cpu/packed_decoder.py packs it for the C++ kernels, and
 app/engine/gpu/decoder.py runs it with Triton's. Training differentiates Block.forward (model/nn/transformer.py),
 the second description; tests/model/nn/test_interpreter.py holds both equal.
 

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 from app.common.cpu_topology import read_topology
 from app.common.ipc import WorkerConfig
 from app.common.startup_timer import WARMING_UP
-from app.engine.cpu.compute import NativeCompute, ThreadPool
+from app.engine.cpu.executor import NativeExecutor, ThreadPool
 from app.engine.cpu.library import load_library
 from app.engine.cpu.packed_cache import PackedCache
 from app.engine.cpu.sampler import NativeSampler
@@ -119,7 +119,7 @@ class CppBackend:
         config, dtype = self._weights.config, self._cache_shape.dtype
         threads = ThreadPool(self._library, self.threads)
         restored = self._entry.restore(threads.count) if self._entry else None
-        compute = NativeCompute(
+        executor = NativeExecutor(
             self._library,
             config,
             self._weights.read,
@@ -129,35 +129,35 @@ class CppBackend:
             weight_format=weight_format(dtype, self._config.quantize),
             restored=restored,
         )
-        self._choose_threads(compute, announce)
-        sampler = NativeSampler(self._library, config.vocab_size, pool=compute.executor.pool)
-        runner = Runner(compute, sampler=sampler, grammars=grammars)
+        self._choose_threads(executor, announce)
+        sampler = NativeSampler(self._library, config.vocab_size, pool=executor.session.pool)
+        runner = Runner(executor, sampler=sampler, grammars=grammars)
         runner.warm_up(self._cache_shape.max_running)
         if self._entry and restored is None:
-            self._entry.store_in_background(compute.program.memory)
+            self._entry.store_in_background(executor.decoder.memory)
         return BackendRunners(runner)
 
-    def _choose_threads(self, compute: NativeCompute, announce: Announce) -> None:
-        """Leaves `compute` with the number of threads that takes the least time for a step of one row and one of 8."""
-        default, executors = compute.executor.pool.count, {compute.executor.pool.count: compute.executor}
+    def _choose_threads(self, executor: NativeExecutor, announce: Announce) -> None:
+        """Leaves `executor` with the number of threads that takes the least time for a step of one row and one of 8."""
+        default, sessions = executor.session.pool.count, {executor.session.pool.count: executor.session}
         if self._weights.n_params * ITEM_BYTES[self._cache_shape.dtype] <= _LARGE_BYTES:
             for threads in self._config.thread_candidates:
                 with suppress(ValueError):  # the system allows fewer threads
-                    executors[threads] = compute.executor_on(ThreadPool(self._library, threads))
-        if len(executors) == 1:
+                    sessions[threads] = executor.session_on(ThreadPool(self._library, threads))
+        if len(sessions) == 1:
             return
         steps = [dummies(rows, 1) for rows in sorted({1, min(8, self._cache_shape.max_running)})]
 
         def time_step(threads: int) -> float:
-            compute.executor = executors[threads]
+            executor.session = sessions[threads]
             start = time.perf_counter()
             for plan in steps:
-                compute.run(plan)
-                compute.logits(range(len(plan.chunks)))
+                executor.run(plan)
+                executor.logits(range(len(plan.chunks)))
             return time.perf_counter() - start
 
-        chosen, reason = choose_threads(time_step, default, [*executors][1:])
-        compute.executor, self.threads = executors[chosen], chosen
+        chosen, reason = choose_threads(time_step, default, [*sessions][1:])
+        executor.session, self.threads = sessions[chosen], chosen
         announce(f"computes with {chosen} threads ({reason})")
 
     def release(self) -> None:

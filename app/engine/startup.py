@@ -20,7 +20,7 @@ from app.common.startup_timer import LOADING_WEIGHTS, PROVING
 from app.common.types import sampling_defaults
 from app.engine.backends import Announce, Backend, CppBackend, Placement, place_without_torch
 from app.engine.cpu.packed_cache import PackedCache
-from app.engine.cpu.program import BLOCK, padded_head_dim
+from app.engine.cpu.packed_decoder import BLOCK, padded_head_dim
 from app.engine.cpu.toolchain.backend_selection import Libraries, SelectedBackend, select_backend
 from app.engine.execution.engine import Engine
 from app.engine.guided.grammar_tracker import GrammarTracker

@@ -80,7 +80,7 @@ class TorchBackend:
     def peaks(self) -> MemoryPeaks:
         """Measures the largest step on a GPU with an empty cache. Raises ValueError."""
         permissive = PermissiveGrammars(self._decoder.config.vocab_size)
-        runner = Runner(self._compute(0), sampler=TorchSampler(), grammars=permissive)
+        runner = Runner(self._executor(0), sampler=TorchSampler(), grammars=permissive)
         source = (0,) if self._decoder.config.n_encoder_layers else ()
         step = costliest_step(self._limits, self._cache_shape.context, source=source)
         return MemoryPeaks(step_peak(lambda: runner.run(step), self._device, torch.cuda))
@@ -88,11 +88,11 @@ class TorchBackend:
     def start(self, blocks: int, grammars: GrammarTracker, announce: Announce) -> BackendRunners:
         """See Backend.start."""
         announce(WARMING_UP)
-        runner = Runner(self._compute(blocks), sampler=TorchSampler(), grammars=grammars)
+        runner = Runner(self._executor(blocks), sampler=TorchSampler(), grammars=grammars)
         runner.warm_up(self._limits.max_running)
         return BackendRunners(runner)
 
-    def _compute(self, blocks: int) -> TorchExecutor:
+    def _executor(self, blocks: int) -> TorchExecutor:
         decoder, cache_shape = self._decoder, self._cache_shape
         attend = None
         if decoder.config.n_encoder_layers:

@@ -162,7 +162,7 @@ def _engines_on_cpu(settings: Settings, topology: Topology, rates: Rates) -> tup
     dtype = settings.dtype if settings.dtype != "auto" else "bfloat16" if has_native_bfloat16() else "float32"
     item_bytes, context = 4 if dtype == "float32" else 2, settings.max_context or config.context
     size = weight_format(dtype, settings.quantize).n_bytes(count_parameters(config))
-    cached = 16 * settings.kv_blocks or context * settings.max_running  # BLOCK of app/engine/cpu/program.py
+    cached = 16 * settings.kv_blocks or context * settings.max_running  # BLOCK of app/engine/cpu/packed_decoder.py
     size += config.kv_elements_per_token * item_bytes * cached
     most = max(1, int(free_memory() * _MEMORY_SHARE) // size)
     if nodes > most:

@@ -60,7 +60,7 @@ def engine_launches(
     name: str, config: ModelConfig, dtype: torch.dtype = BF16, block: int = _ENGINE_BLOCK, max_running: int = 256
 ) -> Launches:
     """Everything that an engine with this model launches, except 8-bit products."""
-    tile = max(16, 64 // (config.n_heads // config.n_kv_heads))  # as StepProgram does
+    tile = max(16, 64 // (config.n_heads // config.n_kv_heads))  # as DeviceExecutor does
     table = -(-config.context // block)
     found: Launches = {}
     for kind in config.layer_kinds:

@@ -70,11 +70,11 @@ def test_out_of_memory_in_mid_step_fails_no_request(
     """Raises torch's own error after the forward pass wrote keys and values, before sampling."""
     engine, requests, good = _engine(), mixed_requests(32), 0
     before = serve(_engine(), requests)
-    compute = engine.runner.compute  # type: ignore[attr-defined]
-    original = compute.logits
+    executor = engine.runner.executor  # type: ignore[attr-defined]
+    original = executor.logits
     calls = range(0, 40, promise.size(8, 1))
     for k in calls:
-        monkeypatch.setattr(compute, "logits", _raising_out_of_memory(original, iter([False] * k + [True])))
+        monkeypatch.setattr(executor, "logits", _raising_out_of_memory(original, iter([False] * k + [True])))
         good += not _failed(before, serve(engine, requests))
     promise.all_of(f"rounds of 32 without a failure when allocation fails once in mid-step ({way})", good, len(calls))
 

@@ -1,6 +1,6 @@
 """Cache of packed weights on disk: a later start reads them instead of hashing, checking and packing the weights.
 
-An entry is a file weights-KEY.bin, the packed numbers of one program, next to weights-KEY.bin.json: the SHA-256 over
+An entry is a file weights-KEY.bin, the packed numbers of one decoder, next to weights-KEY.bin.json: the SHA-256 over
 the SHA-256s of its pieces, and the weights files it was packed from. KEY covers all that decides the packed bytes: the
 content of the weights files, the configuration, number format and quantization, the kernels' library (whose name has
 the level of CPU and a hash of its sources), and the Python sources that read and pack.
@@ -45,7 +45,7 @@ _log = logging.getLogger("inkstream")
 FOLDER = "packed"
 """Within the cache directory."""
 MIN_BYTES = 32 << 20
-"""Smaller programs are not kept: packing 256 MiB took 0.84 CPU seconds, so that these take about 0.1 (2026-11-27)."""
+"""Smaller decoders are not kept: packing 256 MiB took 0.84 CPU seconds, so that these take about 0.1 (2026-11-27)."""
 _PIECE = 2 << 20
 _KEY_DIGITS = 24
 _SETTLED_NS = 2_000_000_000
@@ -96,7 +96,7 @@ class PackedCache:
     """Packed weights in one directory, at most `limit` bytes. Never raises: what cannot be kept is logged."""
 
     def __init__(self, directory: Path, limit: int, *, least: int = MIN_BYTES) -> None:
-        """least: smaller programs are not kept."""
+        """least: smaller decoders are not kept."""
         self.directory, self._sizes = directory, range(least, limit + 1)
         self._hashed: dict[Path, _Hashed] = {}
 

@@ -15,7 +15,7 @@ from operator import is_
 import numpy as np
 
 from app.common.types import TokenScore
-from app.engine.cpu.compute import ThreadPool
+from app.engine.cpu.executor import ThreadPool
 from app.engine.cpu.library import address_of
 from app.engine.sampling.parameters import SamplingInput, is_counted, pack_header
 from app.engine.sampling.sampled_token import SampledToken

@@ -2,7 +2,7 @@
 
 The number of physical cores is right for most models and machines. It is not where a step is so short that threads
 wait for each other longer than they compute, where SMT siblings help, or where a neighbor keeps cores busy. Results do
-not depend on the number of threads (tests/engine/cpu/test_compute.py), so each start may choose another.
+not depend on the number of threads (tests/engine/cpu/test_executor.py), so each start may choose another.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from app.engine.scheduling.batch_plan import BatchPlan, Chunk, Sequence, StepRes
 from model.config import ModelConfig
 from model.number_formats import Array
 
-# The executors are in app/engine/cpu/compute.py (C++) and in torch_executor.py. Shape legend: V vocabulary.
+# The executors are in app/engine/cpu/executor.py (C++) and in torch_executor.py. Shape legend: V vocabulary.
 
 Logits = Any
 """[rows, V]: a numpy array or a torch tensor, which the executor returns and the sampler of the same backend takes."""
@@ -84,8 +84,8 @@ class SampledRows:
 class Runner:
     """Computes steps and samples from them. Without `grammars` there must be no guided request."""
 
-    def __init__(self, compute: StepExecutor, *, sampler: Sampler, grammars: MaskProvider | None = None) -> None:
-        self.compute = compute
+    def __init__(self, executor: StepExecutor, *, sampler: Sampler, grammars: MaskProvider | None = None) -> None:
+        self.executor = executor
         self.grammars = grammars
         self.sampler = sampler
         self._sampled_rows = SampledRows([])
@@ -95,14 +95,14 @@ class Runner:
     def run(self, plan: BatchPlan) -> StepResult:
         """Computes every chunk, samples where a chunk ends a prompt or decodes, and scores prompts if requested."""
         fault("engine.forward", plan)
-        chunks = self.compute.run(plan)
+        chunks = self.executor.run(plan)
         scores = self._score(chunks)  # first: once grammars have accepted tokens, a retry must rebuild them
         return StepResult(self._draw(chunks), scores)
 
     def warm_up(self, max_rows: int) -> None:
         """Runs the shapes that real steps have, so that the first request does not pay for first calls."""
-        for rows, length in ((1, 1), (min(8, max_rows), 1), (1, min(128, self.compute.config.context))):
-            self.run(dummies(rows, length, source=(0,) if self.compute.config.n_encoder_layers else ()))
+        for rows, length in ((1, 1), (min(8, max_rows), 1), (1, min(128, self.executor.config.context))):
+            self.run(dummies(rows, length, source=(0,) if self.executor.config.n_encoder_layers else ()))
 
     def _draw(self, chunks: Items[Chunk]) -> dict[str, tuple[SampledToken, ...]]:
         last_rows, sampling, end = [], [], 0
@@ -116,7 +116,7 @@ class Runner:
                 sampling.append(sequence)
         if not sampling:
             return {}
-        logits_SV = self.compute.logits(last_rows)
+        logits_SV = self.executor.logits(last_rows)
         if sampling != self._sampled_rows.sequences:
             self._sampled_rows = SampledRows(sampling)
             self._inputs = [_sampling_input(sequence, sequence.tokens, None) for sequence in sampling]
@@ -137,7 +137,7 @@ class Runner:
         for chunk in chunks:
             end += chunk.stop - chunk.start
             indices += [end - chunk.stop + row for row in chunk.sampled_rows]
-        logits_SV, first_rows = self.compute.logits(indices), [chunk.sequence for chunk in drawn]
+        logits_SV, first_rows = self.executor.logits(indices), [chunk.sequence for chunk in drawn]
         masks = self.grammars.allowed(first_rows) if self.grammars else [None] * len(drawn)
         assert all(chunk.stop <= len(chunk.sequence.tokens) for chunk in drawn), "sampled rows need known tokens"
         sequences = [chunk.sequence for chunk in drawn for _ in chunk.sampled_rows]
@@ -186,11 +186,11 @@ class Runner:
         """One score for each position in the prompt, from one row each; None if a row is not finite."""
         assert request.prompt_logprobs is not None
         fault("engine.score", request)
-        piece = max(1, _PIECE_BYTES // (4 * self.compute.config.vocab_size))
+        piece = max(1, _PIECE_BYTES // (4 * self.executor.config.vocab_size))
         scores: list[TokenScore] = []
         for start in range(0, len(rows), piece):
             tokens = request.prompt[positions.start + start : positions.stop][:piece]
-            logits_XV = self.compute.logits(rows[start : start + piece])
+            logits_XV = self.executor.logits(rows[start : start + piece])
             scored = self.sampler.top_logprobs(logits_XV, tokens, request.prompt_logprobs)
             if scored is None:
                 return None

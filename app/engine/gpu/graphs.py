@@ -13,8 +13,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from app.engine.gpu.executor import DeviceExecutor
 from app.engine.gpu.resident_batch import StepInputs, bucket, clear, round_up
-from app.engine.gpu.step import StepProgram
 
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
 """Captures operations on tensors with fixed addresses; returns a function that replays them on the current contents."""
@@ -50,14 +50,16 @@ class CudaCapture:
 class StepGraphs:
     """The parts of steps, captured by size: replayed if they were, else run operation by operation."""
 
-    def __init__(self, steps: StepProgram, *, rows: tuple[int, ...], tokens: tuple[int, ...], max_splits: int) -> None:
+    def __init__(
+        self, executor: DeviceExecutor, *, rows: tuple[int, ...], tokens: tuple[int, ...], max_splits: int
+    ) -> None:
         """rows: sizes of decode steps and draws. tokens: sizes of the steps with prompts that are captured."""
-        self.steps = steps
+        self.executor = executor
         self._rows = rows
         self._tokens = tokens
         self._levels = (1, max_splits) if max_splits > 1 else (1,)
         n_inputs = 3 * tokens[-1] + 4 * self._most_tiles(tokens[-1]) if tokens else 0
-        self._inputs_X = torch.empty(n_inputs, dtype=torch.int32, device=steps.device)
+        self._inputs_X = torch.empty(n_inputs, dtype=torch.int32, device=executor.device)
         """StepInputs of the captured steps with prompts."""
         self.replays: dict[tuple[str, int, int], Callable[[], None]] = {}
         """Captured parts by kind, size and splits."""
@@ -70,23 +72,23 @@ class StepGraphs:
     @property
     def largest(self) -> tuple[tuple[int, int], ...]:
         """Number of sequences, and tokens of each, of the largest steps that are captured."""
-        max_rows, context = self.steps.max_rows, self.steps.resident.context
+        max_rows, context = self.executor.max_rows, self.executor.resident.context
         prompts = [(max(1, min(n // context, max_rows)), min(n, context)) for n in self._tokens[-1:]]
         return ((max_rows, 1), *prompts)
 
     def capture(self, capture: Capture) -> None:
         """Captures all parts on padding rows, the largest first. To be called once."""
         assert not self.replays, "replacing a graph would free the workspace that the others use"
-        self.steps.clear_drawn()
+        self.executor.clear_drawn()
         for size in reversed(self._tokens):
             inputs = self._static_inputs(size)
-            clear(inputs, self.steps.resident.padding_row)
+            clear(inputs, self.executor.resident.padding_row)
             for level in reversed(self._levels):
-                self.replays["prefill", size, level] = capture(partial(self.steps.prefill, inputs, level))
+                self.replays["prefill", size, level] = capture(partial(self.executor.prefill, inputs, level))
         for size in reversed(self._rows):
-            self.replays["draw", size, 1] = capture(partial(self.steps.draw, size))
+            self.replays["draw", size, 1] = capture(partial(self.executor.draw, size))
             for level in reversed(self._levels):
-                self.replays["decode", size, level] = capture(partial(self.steps.decode, size, level))
+                self.replays["decode", size, level] = capture(partial(self.executor.decode, size, level))
 
     def rows(self, count: int) -> int:
         """Number of rows that a draw or a decode step of `count` rows is padded to."""
@@ -94,8 +96,8 @@ class StepGraphs:
 
     def tokens(self, count: int) -> int:
         """Number of tokens that a step with prompts is padded to."""
-        if self.steps.tokens:
-            return self.steps.tokens
+        if self.executor.tokens:
+            return self.executor.tokens
         is_small = self._tokens and count <= self._tokens[-1]
         return bucket(count, self._tokens) if is_small else round_up(count)
 
@@ -105,18 +107,18 @@ class StepGraphs:
 
     def decode(self, count: int, splits: int) -> None:
         """Forward pass of the last token of `count` rows (a bucket)."""
-        self._run("decode", count, splits, partial(self.steps.decode, count, splits))
+        self._run("decode", count, splits, partial(self.executor.decode, count, splits))
 
     def prefill(self, inputs_X: Tensor, n_tokens: int, n_tiles: int, splits: int) -> None:
         """Forward pass of a step with prompts. inputs_X: its StepInputs."""
         if self._is_captured(n_tokens):
             self._inputs_X[: len(inputs_X)].copy_(inputs_X)
         inputs = StepInputs.of(inputs_X, n_tokens, n_tiles)
-        self._run("prefill", n_tokens, splits, partial(self.steps.prefill, inputs, splits))
+        self._run("prefill", n_tokens, splits, partial(self.executor.prefill, inputs, splits))
 
     def draw(self, count: int) -> None:
         """Samples for the first `count` tokens (a bucket) of the last forward pass."""
-        self._run("draw", count, 1, partial(self.steps.draw, count))
+        self._run("draw", count, 1, partial(self.executor.draw, count))
 
     def _run(self, kind: str, size: int, splits: int, part: Callable[[], None]) -> None:
         self.replays.get((kind, size, bucket(splits, self._levels)), part)()
@@ -130,4 +132,4 @@ class StepGraphs:
 
     def _most_tiles(self, n_tokens: int) -> int:
         """Most tiles of a step: one for each row that samples, and for each prompt one more than it can fill."""
-        return round_up(min(n_tokens, 2 * self.steps.max_rows + n_tokens // self.steps.tile_tokens))
+        return round_up(min(n_tokens, 2 * self.executor.max_rows + n_tokens // self.executor.tile_tokens))

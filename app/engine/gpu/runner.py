@@ -19,10 +19,10 @@ from app.common.fault_injection import fault
 from app.common.types import Request, TokenScore
 from app.engine.execution.runner import MaskProvider, SampledRows
 from app.engine.execution.warmup_batches import dummies
+from app.engine.gpu.executor import SCORED_ROWS, DeviceExecutor
 from app.engine.gpu.graphs import Capture, StepGraphs
 from app.engine.gpu.kernels.sampling_state import SampleOut, samples_of
 from app.engine.gpu.resident_batch import Download, Upload, lay_out, pad, splits
-from app.engine.gpu.step import SCORED_ROWS, StepProgram
 from app.engine.sampling.parameters import token_mask
 from app.engine.sampling.sampled_token import SampledToken
 from app.engine.scheduling.batch_plan import BatchPlan, Sequence, StepResult
@@ -50,8 +50,8 @@ class DeviceRunner:
     def __init__(self, graphs: StepGraphs, *, grammars: MaskProvider | None = None) -> None:
         """Without `grammars` there must be no guided request."""
         self.graphs = graphs
-        self._steps = graphs.steps
-        self._resident = graphs.steps.resident
+        self._executor = graphs.executor
+        self._resident = graphs.executor.resident
         self._grammars = grammars
         self._sampled_rows = SampledRows([])
 
@@ -79,7 +79,7 @@ class DeviceRunner:
         decided = self._load_masks(sampling) if rows.is_guided else {}
         if sampling:
             self.graphs.draw(n_drawn)
-        drawn_X = self._steps.out.first(n_drawn).numbers_X
+        drawn_X = self._executor.out.first(n_drawn).numbers_X
         if scores_X is None:
             return InFlightStep(rows, [], decided, n_drawn, Download(drawn_X))
         scoring = [(chunk.sequence.request, len(chunk.scores)) for chunk in plan.chunks if chunk.scores]
@@ -90,7 +90,7 @@ class DeviceRunner:
         """Waits until the step has finished, and returns its results."""
         numbers_X, scores = flight.download.wait(), dict[str, tuple[TokenScore, ...] | None]()
         if flight.scoring:
-            n_drawn = len(self._steps.out.first(flight.n_drawn).numbers_X)
+            n_drawn = len(self._executor.out.first(flight.n_drawn).numbers_X)
             numbers_X, scores = numbers_X[:n_drawn], _scores(numbers_X[n_drawn:], flight.scoring)
         rows = flight.sampling
         samples = samples_of(numbers_X, flight.n_drawn, rows.counts)
@@ -108,7 +108,7 @@ class DeviceRunner:
         Short and long prompts, single tokens, and the end of a long sequence: attention has a variant for each. Also a
         prompt with log-probabilities: the LM head may use a different variant for the rows of a prompt.
         """
-        max_rows, context = self._steps.max_rows, self._resident.context
+        max_rows, context = self._executor.max_rows, self._resident.context
         short, long = (min(count, tokens_per_step, context) for count in (2, tokens_per_step))
         tails = [dummies(1, context, start=context - length) for length in (1, short)]
         scored = dummies(1, long, prompt_logprobs=0)
@@ -123,13 +123,13 @@ class DeviceRunner:
 
     def _forward(self, plan: BatchPlan, stops: list[int], samples: list[bool], n_drawn: int) -> Tensor | None:
         """Uploads the step and launches its forward pass. Returns the log-probabilities of its prompts, if any."""
-        staged, graphs = _StepUpload(self._steps, plan, stops, samples, n_drawn), self.graphs
+        staged, graphs = _StepUpload(self._executor, plan, stops, samples, n_drawn), self.graphs
         n_splits = splits(max(stops))
         if all(samples) and sum(stops) - sum([chunk.start for chunk in plan.chunks]) == len(samples):
             staged.send()
             graphs.decode(n_drawn, n_splits)
             return None
-        layout = lay_out(plan.chunks, staged.rows, tile_tokens=self._steps.tile_tokens)
+        layout = lay_out(plan.chunks, staged.rows, tile_tokens=self._executor.tile_tokens)
         n_tokens = graphs.tokens(len(layout.inputs.rows_T))
         n_tiles = graphs.tiles(len(layout.inputs.tile_row_X), n_tokens)
         pad(layout.inputs, self._resident.padding_row, n_tokens, n_tiles)
@@ -138,7 +138,7 @@ class DeviceRunner:
         scored = [staged.upload.add(section, n_scored) for section in (layout.scored_X, layout.next_tokens_X)]
         numbers_X = staged.send()
         graphs.prefill(numbers_X[inputs[0].start : inputs[-1].stop], n_tokens, n_tiles, n_splits)
-        return self._steps.score(*(numbers_X[section] for section in scored)) if n_scored else None
+        return self._executor.score(*(numbers_X[section] for section in scored)) if n_scored else None
 
     def _load_masks(self, sampling: Items[Sequence]) -> dict[str, SampledToken]:
         """Uploads the masks of guided rows. Returns the results of rows that must not sample."""
@@ -153,7 +153,7 @@ class DeviceRunner:
                 masks.extend(token_mask(sequence.request, sequence.num_generated, vocab_size, allowed))
         if rows:
             sections = [upload.add(rows), upload.add(masks)]
-            numbers_X = upload.send(self._steps.device)
+            numbers_X = upload.send(self._executor.device)
             self._resident.table.load_masks(*(numbers_X[section] for section in sections))
         return decided
 
@@ -162,21 +162,21 @@ class _StepUpload:
     """The single host-to-device copy of a step: its rows and their updates, and what is added to `upload`."""
 
     def __init__(
-        self, steps: StepProgram, plan: BatchPlan, stops: list[int], samples: list[bool], n_drawn: int
+        self, executor: DeviceExecutor, plan: BatchPlan, stops: list[int], samples: list[bool], n_drawn: int
     ) -> None:
         self.upload = Upload()
-        self._steps = steps
-        self.rows, updates = steps.resident.assign_rows(plan.chunks)
+        self._executor = executor
+        self.rows, updates = executor.resident.assign_rows(plan.chunks)
         rows, lengths = array("i", compress(self.rows, samples)), array("i", compress(stops, samples))
-        n_padding, size = n_drawn - len(rows), len(steps.drawn_X) // 2
+        n_padding, size = n_drawn - len(rows), len(executor.drawn_X) // 2
         if n_padding:
-            rows.extend([steps.resident.padding_row] * n_padding)
+            rows.extend([executor.resident.padding_row] * n_padding)
             lengths.extend([1] * n_padding)
         self.upload.add(rows, size)
         self.upload.add(lengths, size)
         self._blocks: list[tuple[int, list[slice]]] = []
         if plan.clear or plan.copies:
-            self._blocks = [(group, self._preparations(plan, group)) for group in range(len(steps.caches))]
+            self._blocks = [(group, self._preparations(plan, group)) for group in range(len(executor.caches))]
         self._updates = [self.upload.add(section) for section in updates.sections()] if updates else []
 
     def _preparations(self, plan: BatchPlan, group: int) -> list[slice]:
@@ -187,18 +187,18 @@ class _StepUpload:
 
     def send(self) -> Tensor:
         """Sends all sections, and applies the updates. Returns the sections on the device."""
-        numbers_X = self.upload.send(self._steps.device)
-        drawn_X = self._steps.drawn_X
+        numbers_X = self.upload.send(self._executor.device)
+        drawn_X = self._executor.drawn_X
         drawn_X.copy_(numbers_X[: drawn_X.numel()])
         for group, sections in self._blocks:
-            self._steps.prepare(group, *(numbers_X[section] for section in sections))
+            self._executor.prepare(group, *(numbers_X[section] for section in sections))
         if self._updates:
-            self._steps.resident.apply(numbers_X, self._updates)
+            self._executor.resident.apply(numbers_X, self._updates)
         return numbers_X
 
 
 def _scores(numbers_X: Tensor, scoring: Items[tuple[Request, int]]) -> dict[str, tuple[TokenScore, ...] | None]:
-    """The scores of each prompt; None if a row was not finite. numbers_X: from StepProgram.score(), on the host."""
+    """The scores of each prompt; None if a row was not finite. numbers_X: from DeviceExecutor.score(), on the host."""
     counts = [request.prompt_logprobs or 0 for request, count in scoring for _ in range(count)]
     starts = range(0, len(counts), SCORED_ROWS)
     pieces = numbers_X.view(len(starts), -1) if counts else ()

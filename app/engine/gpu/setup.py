@@ -17,12 +17,12 @@ from app.engine.execution.runner import MaskProvider
 from app.engine.execution.step_runner import BackendRunners
 from app.engine.execution.warmup_batches import dummies, largest_step
 from app.engine.gpu.decoder import PagedDecoder
+from app.engine.gpu.executor import DeviceExecutor
 from app.engine.gpu.graphs import CudaCapture, StepGraphs
 from app.engine.gpu.kernels.interface import PARTIAL_BYTES, SPLIT, Kernels
 from app.engine.gpu.kernels.sampling_state import SamplingTable
 from app.engine.gpu.resident_batch import ResidentBatch, round_up, row_buckets, splits, token_buckets
 from app.engine.gpu.runner import DeviceRunner
-from app.engine.gpu.step import StepProgram
 from app.engine.guided.grammar_tracker import GrammarTracker
 from app.engine.memory.memory_plan import CacheShape, MemoryPeaks, mib, step_peak
 from app.engine.scheduling.scheduler import StepLimits
@@ -61,11 +61,11 @@ def device_runner(
     caches = [torch.zeros(shape, dtype=embedding.dtype, device=embedding.device) for shape in shapes]
     tokens = round_up(limits.tokens_per_step)
     fixed = tokens if deterministic else 0
-    steps = StepProgram(decoder, kernels, caches, resident, max_rows=max_running, max_tokens=tokens, tokens=fixed)
+    executor = DeviceExecutor(decoder, kernels, caches, resident, max_rows=max_running, max_tokens=tokens, tokens=fixed)
     rows, captured = row_buckets(max_running), token_buckets(tokens)
     if deterministic:
         rows, captured = rows[-1:], (tokens,) if tokens in captured else ()
-    graphs = StepGraphs(steps, rows=rows, tokens=captured, max_splits=splits(context))
+    graphs = StepGraphs(executor, rows=rows, tokens=captured, max_splits=splits(context))
     return DeviceRunner(graphs, grammars=grammars)
 
 

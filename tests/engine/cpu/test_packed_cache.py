@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from app.engine.cpu import packed_cache
-from app.engine.cpu.compute import NativeCompute, ThreadPool
+from app.engine.cpu.executor import NativeExecutor, ThreadPool
 from app.engine.cpu.packed_cache import PackedCache, describe
-from app.engine.cpu.program import Program
+from app.engine.cpu.packed_decoder import PackedDecoder
 from app.serving.weights_snapshot import WeightsSnapshot
 from model.checkpoint.checkpoint import weights_files
 from model.checkpoint.stored_weights import StoredWeights, find_weights
@@ -59,7 +59,7 @@ def _weights(directory: Path, *, seed: int = 0, **shape: Any) -> Path:
 
 
 class _Start:
-    """One start of an engine: packs or restores `program`, and stores it if it was packed."""
+    """One start of an engine: packs or restores `decoder`, and stores it if it was packed."""
 
     def __init__(
         self, weights: Path, folder: Path, *, dtype: str = "bfloat16", quantize: Quantize = "none", limit: int = LARGE
@@ -70,7 +70,7 @@ class _Start:
         self.entry = cache.entry("inkstream-level-key.so", config, dtype, quantize)
         restored = self.entry.restore(2)
         self.is_restored, self.n_read = restored is not None, 0
-        self.compute = NativeCompute(
+        self.executor = NativeExecutor(
             kernels(),
             config,
             self._read,
@@ -80,8 +80,8 @@ class _Start:
             weight_format=weight_format(dtype, quantize),
             restored=restored,
         )
-        self.program: Program = self.compute.program
-        self.thread = None if restored else self.entry.store_in_background(self.program.memory)
+        self.decoder: PackedDecoder = self.executor.decoder
+        self.thread = None if restored else self.entry.store_in_background(self.decoder.memory)
         for thread in threading.enumerate():  # including one that rewrites the metadata of the entry
             if thread.name == "packed cache":
                 thread.join()
@@ -93,7 +93,7 @@ class _Start:
     @property
     def packed(self) -> bytes:
         """The packed weights."""
-        return b"".join(packed_cache._pieces(self.program.memory.buffers))
+        return b"".join(packed_cache._pieces(self.decoder.memory.buffers))
 
 
 def _entries(folder: Path) -> list[str]:
@@ -115,7 +115,7 @@ def test_restored_program_has_the_bits_of_a_packed_one(
     assert not first.is_restored and first.n_read
     assert second.is_restored and not second.n_read
     assert first.packed == second.packed and any(first.packed)
-    assert first.program.memory.used_bytes == second.program.memory.used_bytes == (tmp_path / "packed").joinpath(
+    assert first.decoder.memory.used_bytes == second.decoder.memory.used_bytes == (tmp_path / "packed").joinpath(
         _entries(tmp_path / "packed")[0]).stat().st_size  # fmt: skip
 
 
@@ -233,7 +233,7 @@ def _full_disk(*_: object) -> NoReturn:
 
 
 def _touched(weights: Path) -> Any:
-    """Writes the weights of a program while their file changes."""
+    """Writes the weights of a decoder while their file changes."""
     pieces = packed_cache._pieces
     return lambda buffers: ((weights / "model.safetensors").touch(), pieces(buffers))[1]
 
@@ -312,6 +312,6 @@ def test_entry_beyond_the_limit_is_not_stored(tmp_path: Path, cache_log: pytest.
 def test_small_programs_are_not_stored_and_zero_turns_the_cache_off(tmp_path: Path) -> None:
     cache = PackedCache(tmp_path / "packed", LARGE)
     find_weights(_weights(tmp_path / "weights"), cache.sha256)
-    memory = _Start(tmp_path / "weights", tmp_path / "other").program.memory
+    memory = _Start(tmp_path / "weights", tmp_path / "other").decoder.memory
     assert cache.entry("library").store_in_background(memory) is None
     assert PackedCache.of(str(tmp_path), 0) is None

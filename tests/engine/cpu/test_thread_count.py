@@ -93,7 +93,7 @@ def test_engine_uses_the_measured_thread_count(monkeypatch: pytest.MonkeyPatch, 
     )
     built = build_engine(config, phases.append)
     runner: Any = built.engine.runner
-    assert runner.compute.executor.pool.count == runner.sampler._pool.count == 3
+    assert runner.executor.session.pool.count == runner.sampler._pool.count == 3
     assert built.ready.device.endswith(", 3 threads")
     assert "computes with 3 threads (a test)" in phases
     alone = build_engine(replace(config, threads=1, thread_candidates=()))

@@ -82,7 +82,7 @@ def test_engine_samples_the_tokens_of_the_oracle() -> None:
 def test_slot_with_non_finite_values_does_not_affect_later_requests() -> None:
     decoder, requests = _decoder(), _requests(1, seed=6, sources=1)
     engine = tiny_engine(decoder, max_running=1)
-    sources = engine.runner.compute._attend_sources.__self__  # type: ignore[attr-defined]
+    sources = engine.runner.executor._attend_sources.__self__  # type: ignore[attr-defined]
     sources._cache.data.fill_(torch.nan)
     sources._cache.clear([sources._cache.padding_block])
     assert serve(engine, requests) == alone(decoder, requests)

@@ -18,10 +18,10 @@ from torch.utils._pytree import tree_leaves
 from app.common.types import Request, SampledEvent, SamplingParams
 from app.engine.execution.engine import Engine
 from app.engine.execution.warmup_batches import dummies
+from app.engine.gpu.executor import DeviceExecutor
 from app.engine.gpu.graphs import CudaCapture
 from app.engine.gpu.resident_batch import Download, ResidentBatch
 from app.engine.gpu.runner import DeviceRunner
-from app.engine.gpu.step import StepProgram
 from app.engine.gpu.triton_loader import triton_kernels
 from app.engine.guided.grammar_tracker import GrammarTracker
 from app.engine.scheduling.batch_plan import BatchPlan, Chunk, Sequence
@@ -340,9 +340,9 @@ def test_steps_have_few_shapes_or_a_single_one(
     is_fixed: bool, shapes: set[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Counts tokens and samples: a library may choose another algorithm for another number of rows."""
-    tokens, samples, prefill, draw = list[int](), list[int](), StepProgram.prefill, StepProgram.draw
-    monkeypatch.setattr(StepProgram, "prefill", lambda s, x, n: (tokens.append(len(x.rows_T)), prefill(s, x, n))[1])
-    monkeypatch.setattr(StepProgram, "draw", lambda s, count: (samples.append(count), draw(s, count))[1])
+    tokens, samples, prefill, draw = list[int](), list[int](), DeviceExecutor.prefill, DeviceExecutor.draw
+    monkeypatch.setattr(DeviceExecutor, "prefill", lambda s, x, n: (tokens.append(len(x.rows_T)), prefill(s, x, n))[1])
+    monkeypatch.setattr(DeviceExecutor, "draw", lambda s, count: (samples.append(count), draw(s, count))[1])
     runner = tiny_device_runner(tiny_decoder(), max_running=4, tokens_per_step=100, deterministic=is_fixed)
     for length in (2, 8, 9, 50):
         plan = dummies(1, length)
@@ -356,8 +356,8 @@ def test_failed_launch_leaves_no_state_behind(outputs: Events, monkeypatch: pyte
     engine = tiny_device_engine(tiny_decoder(), blocks=400)
     failing = _FailingLaunches(engine.runner)
     engine.isolation._ahead = failing
-    kernels = engine.runner.graphs.steps._kernels  # type: ignore[attr-defined]
-    for owner, name in ((kernels, "sample"), (ResidentBatch, "apply"), (StepProgram, "prepare")):
+    kernels = engine.runner.graphs.executor._kernels  # type: ignore[attr-defined]
+    for owner, name in ((kernels, "sample"), (ResidentBatch, "apply"), (DeviceExecutor, "prepare")):
         monkeypatch.setattr(owner, name, failing.failing_at_times(getattr(owner, name)))
     _assert_same_outputs(run_all(engine, _requests(16, seed=1)), outputs)
     assert engine.isolation.failed_launches > 3

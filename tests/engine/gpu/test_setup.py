@@ -20,11 +20,11 @@ from torch.utils._pytree import tree_leaves
 
 from app.common.types import SamplingParams
 from app.engine.execution.warmup_batches import PermissiveGrammars, costliest_step
+from app.engine.gpu.executor import SCORED_ROWS
 from app.engine.gpu.graphs import CudaCapture, StepGraphs
 from app.engine.gpu.kernels.interface import PARTIAL_BYTES
 from app.engine.gpu.resident_batch import StepInputs, Upload
 from app.engine.gpu.setup import _GRAPH_BYTES, TritonBackend
-from app.engine.gpu.step import SCORED_ROWS
 from app.engine.gpu.triton_loader import check_triton, sources_key
 from app.engine.memory.memory_plan import CacheShape
 from app.engine.sampling.parameters import SamplingInput
@@ -182,21 +182,25 @@ def test_triton_without_a_compiler_is_refused_at_startup_with_the_reason() -> No
 def test_steps_use_no_host_tensors(deterministic: bool) -> None:
     """The host would wait for their transfer, which a captured step does not allow. meta counts as a device."""
     decoder = tiny_decoder().to("meta")
-    steps = tiny_device_runner(decoder, max_running=4, deterministic=deterministic).graphs.steps
+    executor = tiny_device_runner(decoder, max_running=4, deterministic=deterministic).graphs.executor
     tokens_T, tiles_X = (torch.zeros(n, dtype=torch.int32, device="meta") for n in (128, 4))
 
     def is_on_device(func: Any, given: list[Tensor], new: list[Tensor]) -> None:
         assert all(tensor.is_meta for tensor in (*given, *new)), func
 
     with torch.inference_mode(), _Observed(is_on_device):
-        steps.decode(3, 1)
-        steps.prefill(StepInputs._make([*[tokens_T] * 3, *[tiles_X] * 4]), splits=1)
-        steps.draw(3)
-        steps.score(torch.zeros_like(tokens_T), tokens_T)
-        steps.prepare(0, tiles_X, tiles_X, tiles_X)
-        words, masks, upload = steps.resident.table.words_RW.shape[1], steps.resident.table.masks_RM.shape[1], Upload()
+        executor.decode(3, 1)
+        executor.prefill(StepInputs._make([*[tokens_T] * 3, *[tiles_X] * 4]), splits=1)
+        executor.draw(3)
+        executor.score(torch.zeros_like(tokens_T), tokens_T)
+        executor.prepare(0, tiles_X, tiles_X, tiles_X)
+        words, masks, upload = (
+            executor.resident.table.words_RW.shape[1],
+            executor.resident.table.masks_RM.shape[1],
+            Upload(),
+        )
         sections = [upload.add(range(size)) for size in (1, words, *[5] * 3, 1, masks, *[2] * 4)]
-        steps.resident.apply(torch.zeros(sections[-1].stop, dtype=torch.int32, device="meta"), sections)
+        executor.resident.apply(torch.zeros(sections[-1].stop, dtype=torch.int32, device="meta"), sections)
 
 
 def test_editing_the_kernels_changes_their_name_in_receipts(tmp_path: Path) -> None:
@@ -258,8 +262,8 @@ def test_steps_are_captured_once() -> None:
 
 
 def test_replayed_graph_depends_on_step_size_and_split_attention() -> None:
-    steps = tiny_device_runner(tiny_decoder(), max_running=2).graphs.steps
-    graphs, launched = StepGraphs(steps, rows=(1, 2), tokens=(16, 32), max_splits=40), []
+    executor = tiny_device_runner(tiny_decoder(), max_running=2).graphs.executor
+    graphs, launched = StepGraphs(executor, rows=(1, 2), tokens=(16, 32), max_splits=40), []
 
     def recorded(part: Any) -> Callable[[], None]:
         name, sizes = part.func.__name__, [x for x in part.args if isinstance(x, int)]

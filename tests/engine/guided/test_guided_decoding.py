@@ -225,7 +225,7 @@ def test_grammar_is_compiled_once_despite_preemption_and_retried_steps(
     monkeypatch.setattr(GrammarTracker, "_build", count)
     requests = _requests(MIXED * 4, max_tokens=50)
     engine = tiny_engine(_decoder(), blocks=30, guides=_tracker(most=32))
-    honest = engine.runner.compute.run  # type: ignore[attr-defined]
+    honest = engine.runner.executor.run  # type: ignore[attr-defined]
     mishaps = iter([False, False, True] * 1000)
 
     def run(plan: BatchPlan) -> object:
@@ -233,7 +233,7 @@ def test_grammar_is_compiled_once_despite_preemption_and_retried_steps(
             raise MemoryError
         return honest(plan)
 
-    monkeypatch.setattr(engine.runner.compute, "run", run)  # type: ignore[attr-defined]
+    monkeypatch.setattr(engine.runner.executor, "run", run)  # type: ignore[attr-defined]
     run_all(engine, requests)
     assert engine.scheduler.preemptions > 3 and engine.isolation.retried_steps > 10
     assert sorted(compiled) == sorted(request.id for request in requests if request.grammar)

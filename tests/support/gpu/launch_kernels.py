@@ -134,7 +134,7 @@ def main() -> dict[str, Any]:
     runner.warm_up(TOKENS)
     runner.capture(lambda work: (work(), work)[1])
     early = sorted(wanted)
-    runner.graphs.steps.out.numbers_X.zero_()  # no step has sampled a token yet
+    runner.graphs.executor.out.numbers_X.zero_()  # no step has sampled a token yet
     scheduler = Scheduler(StepLimits(tokens_per_step=TOKENS, max_running=ROWS), BlockPool(BLOCKS, BLOCK))
     texts = run_all(Engine(scheduler, runner, runner), make_requests())
     runner.run(dummies(1, TOKENS, prompt_logprobs=0))

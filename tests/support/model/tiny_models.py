@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import torch
 
 from app.common.types import Request, SampledEvent
-from app.engine.cpu.compute import NativeCompute, ThreadPool
+from app.engine.cpu.executor import NativeExecutor, ThreadPool
 from app.engine.cpu.library import load_library
-from app.engine.cpu.program import BLOCK
+from app.engine.cpu.packed_decoder import BLOCK
 from app.engine.cpu.sampler import NativeSampler
 from app.engine.cpu.toolchain.builder import find_or_build
 from app.engine.execution.encoder_cache import EncoderCache
@@ -110,9 +110,9 @@ def tiny_engine(
     scheduler = Scheduler(limits, *block_pools(decoder.config, blocks, block_size))
     if WAY.get() != "torch" and can_be_native(decoder):
         assert block_size == BLOCK
-        compute: StepExecutor = native_compute(decoder, blocks, quantize="int8" if WAY.get() == "int8" else "none")
+        executor: StepExecutor = native_executor(decoder, blocks, quantize="int8" if WAY.get() == "int8" else "none")
         sampler = NativeSampler(kernels(), decoder.config.vocab_size)
-        return Engine(scheduler, Runner(compute, sampler=sampler, grammars=guides), masks=guides)
+        return Engine(scheduler, Runner(executor, sampler=sampler, grammars=guides), masks=guides)
     attend = None
     if decoder.config.n_encoder_layers:
         attend = EncoderCache(decoder, slots=max_running, context=decoder.config.context).attend
@@ -141,18 +141,18 @@ def round_weights_for(way: str, decoder: Decoder) -> None:
         round_weights(decoder, WeightFormat(kind="int8"))
 
 
-def native_compute(decoder: Decoder, blocks: int, *, quantize: Quantize = "none", threads: int = 2) -> NativeCompute:
+def native_executor(decoder: Decoder, blocks: int, *, quantize: Quantize = "none", threads: int = 2) -> NativeExecutor:
     """Runs `decoder` in the kernels of this machine."""
-    return native_compute_of(kernels(), decoder, ThreadPool(kernels(), threads), blocks=blocks, quantize=quantize)
+    return native_executor_of(kernels(), decoder, ThreadPool(kernels(), threads), blocks=blocks, quantize=quantize)
 
 
-def native_compute_of(
+def native_executor_of(
     library: CDLL, decoder: Decoder, pool: ThreadPool, *, quantize: Quantize = "none", **options: Any
-) -> NativeCompute:
+) -> NativeExecutor:
     """Runs `decoder` in the kernels of `library`."""
     dtype = str(decoder.embedding.dtype).removeprefix("torch.")
     options = {"dtype": dtype, "weight_format": weight_format(dtype, quantize)} | options
-    return NativeCompute(library, decoder.config, parameter_reader(decoder), pool, **options)
+    return NativeExecutor(library, decoder.config, parameter_reader(decoder), pool, **options)
 
 
 @cache

@@ -1,6 +1,6 @@
 // Structures of plain numbers and addresses that Python passes in. app/engine/cpu/library.py mirrors them.
 //
-// A decoder is a list of operations over registers, written by app/engine/cpu/program.py.
+// A decoder is a list of operations over registers, written by app/engine/cpu/packed_decoder.py.
 #pragma once
 
 #include <cstdint>

@@ -2,7 +2,7 @@
 //
 // The rows of a step are concatenated, chunk by chunk: a chunk is a piece of one sequence. Registers hold one row of
 // numbers for each of them: the residual stream and projections in float32, the inputs of products in the number format
-// of the weights. app/engine/cpu/program.py writes the list.
+// of the weights. app/engine/cpu/packed_decoder.py writes the list.
 #pragma once
 
 #include <chrono>

@@ -24,8 +24,8 @@ SCORED_ROWS = 64
 """Tokens of a prompt that are scored at once, padded to this number."""
 
 
-class StepProgram:
-    """Runs steps. The only writer of the KV cache and of the resident rows."""
+class DeviceExecutor:
+    """Computes the parts of steps. The only writer of the KV cache and of the resident rows."""
 
     def __init__(
         self,

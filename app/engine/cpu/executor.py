@@ -15,7 +15,7 @@ from weakref import finalize
 import numpy as np
 
 from app.engine.cpu.library import HugepageAllocator, Shape, Step, address_of, zeros
-from app.engine.cpu.program import BLOCK, Program, ReadTensor, padded_head_dim
+from app.engine.cpu.packed_decoder import BLOCK, PackedDecoder, ReadTensor, padded_head_dim
 from app.engine.scheduling.batch_plan import BatchPlan, Chunk
 from model.config import ModelConfig
 from model.number_formats import Array
@@ -36,7 +36,7 @@ class ThreadPool:
         finalize(self, library.ink_close_pool, self.handle)
 
 
-class PoolExecutor:
+class NativeSession:
     """Registers and scratch memory of a decoder for the threads of one pool; closed when garbage collected."""
 
     def __init__(self, library: CDLL, shape: Shape, pool: ThreadPool) -> None:
@@ -45,7 +45,7 @@ class PoolExecutor:
         finalize(self, library.ink_close, self.handle)
 
 
-class NativeCompute:
+class NativeExecutor:
     """Executor that reads and packs the weights at construction.
 
     The cache of each group holds [layer of the group, 2, block, kv_head, 16 slots x head_dim], within a block as
@@ -64,27 +64,27 @@ class NativeCompute:
         weight_format: WeightFormat | None = None,
         restored: HugepageAllocator | None = None,
     ) -> None:
-        """weight_format, restored: see Program."""
+        """weight_format, restored: see PackedDecoder."""
         self.config = config
         self._library = library
-        self.program = program = Program(
+        self.decoder = decoder = PackedDecoder(
             library, config, read, pool.handle, dtype=dtype, weight_format=weight_format, restored=restored
         )
         sizes = (config.n_kv_heads, BLOCK * padded_head_dim(config))
-        shapes = [(len(group.layers), 2, blocks + group.n_reserved_blocks, *sizes) for group in program.groups]
-        self._caches = [zeros(shape, program.dtype) for shape in shapes]
+        shapes = [(len(group.layers), 2, blocks + group.n_reserved_blocks, *sizes) for group in decoder.groups]
+        self._caches = [zeros(shape, decoder.dtype) for shape in shapes]
         padding_blocks = array("i", [blocks]) * -(-self.config.context // BLOCK)
-        self._padding_tables = (padding_blocks,) * len(program.groups)
-        self.executor = self.executor_on(pool)
+        self._padding_tables = (padding_blocks,) * len(decoder.groups)
+        self.session = self.session_on(pool)
         """Replace it to compute with other threads: the same bits."""
-        self._logits = np.empty((0, program.logits_columns), np.float32)
+        self._logits = np.empty((0, decoder.logits_columns), np.float32)
         self._view, self._view_address = self._logits[:, : config.vocab_size], 0  # what logits() returned last
         self.seconds: array[float] | None = None
-        """Profile: one entry for each operation of `program`, which adds its duration; None turns profiling off."""
+        """Profile: one entry for each operation of `decoder`, which adds its duration; None turns profiling off."""
 
-    def executor_on(self, pool: ThreadPool) -> PoolExecutor:
-        """An executor of this decoder and its cache on the threads of `pool`."""
-        return PoolExecutor(self._library, self.program.shape(self._caches), pool)
+    def session_on(self, pool: ThreadPool) -> NativeSession:
+        """A session of this decoder and its cache on the threads of `pool`."""
+        return NativeSession(self._library, self.decoder.shape(self._caches), pool)
 
     def run(self, plan: BatchPlan) -> Items[Chunk]:
         """Runs one step; rows are in the order of the plan."""
@@ -111,7 +111,7 @@ class NativeCompute:
         table = array("q", chunks)
         addresses = (tokens.buffer_info()[0], table.buffer_info()[0])
         step = Step(len(tokens), len(plan.chunks), *addresses, self.seconds and self.seconds.buffer_info()[0])
-        self._library.ink_run(self.executor.handle, ctypes.byref(step))
+        self._library.ink_run(self.session.handle, ctypes.byref(step))
         return plan.chunks
 
     def logits(self, rows: Items[int]) -> Array:
@@ -123,5 +123,5 @@ class NativeCompute:
             self._view = self._logits[:count, : self.config.vocab_size]
             self._view_address = address_of(self._view)
         row_indices = array("i", rows)
-        self._library.ink_head(self.executor.handle, row_indices.buffer_info()[0], count, self._view_address, columns)
+        self._library.ink_head(self.session.handle, row_indices.buffer_info()[0], count, self._view_address, columns)
         return self._view

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from app.common.types import Request, SamplingParams
-from app.engine.cpu.compute import NativeCompute, ThreadPool
+from app.engine.cpu.executor import NativeExecutor, ThreadPool
 from app.engine.cpu.library import HugepageAllocator, LibraryError, address_of, load_library, zeros
 from app.engine.cpu.sampler import NativeSampler
 from app.engine.cpu.toolchain.builder import build, need_cache_directory
@@ -39,8 +39,8 @@ from tests.support.model.tiny_models import (
     CPU_QUANTIZE,
     GPT2,
     kernels,
-    native_compute,
-    native_compute_of,
+    native_executor,
+    native_executor_of,
     tiny_config,
     tiny_decoder,
 )
@@ -82,11 +82,11 @@ def _sequence(n_tokens: int, vocab: int, first_block: int = 0) -> Sequence:
     return Sequence(request=request, tokens=tokens, arrival=0, blocks=(blocks,))
 
 
-def _logits(compute: NativeCompute, sequence: Sequence) -> Tensor:
+def _logits(executor: NativeExecutor, sequence: Sequence) -> Tensor:
     """Logits [T, V] of the whole sequence in one chunk, with the same blocks in every cache group."""
-    sequence.blocks = sequence.blocks[:1] * len(compute.program.groups)
-    compute.run(BatchPlan((Chunk(sequence, 0, len(sequence.tokens)),)))
-    return torch.from_numpy(compute.logits(range(len(sequence.tokens))).copy())
+    sequence.blocks = sequence.blocks[:1] * len(executor.decoder.groups)
+    executor.run(BatchPlan((Chunk(sequence, 0, len(sequence.tokens)),)))
+    return torch.from_numpy(executor.logits(range(len(sequence.tokens))).copy())
 
 
 def _expected(decoder: Decoder, sequence: Sequence) -> Tensor:
@@ -108,7 +108,7 @@ def _exact(decoder: Decoder) -> Decoder:
 def test_logits_equal_those_of_the_decoder(shape: str) -> None:
     decoder = tiny_decoder(tiny_config(**SHAPES[shape]))
     sequence = _sequence(LENGTH, decoder.config.vocab_size)
-    assert torch.allclose(_logits(native_compute(decoder, 8), sequence), _expected(decoder, sequence), atol=5e-4)
+    assert torch.allclose(_logits(native_executor(decoder, 8), sequence), _expected(decoder, sequence), atol=5e-4)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -116,7 +116,7 @@ def test_bfloat16_is_as_close_to_float32_as_torch(shape: str) -> None:
     decoder = tiny_decoder(tiny_config(**SHAPES[shape]), dtype=torch.bfloat16)
     sequence = _sequence(LENGTH, decoder.config.vocab_size)
     exact_TV = _expected(_exact(decoder), sequence)
-    ours, torchs = _logits(native_compute(decoder, 8), sequence), _expected(decoder, sequence)
+    ours, torchs = _logits(native_executor(decoder, 8), sequence), _expected(decoder, sequence)
     assert (ours - exact_TV).square().mean() < 1.2 * (torchs - exact_TV).square().mean()
 
 
@@ -125,7 +125,7 @@ def test_bfloat16_is_as_close_to_float32_as_torch(shape: str) -> None:
 def test_kernels_compute_with_the_weights_that_torch_rounds(shape: str, quantize: Quantize) -> None:
     decoder = tiny_decoder(tiny_config(**SHAPES[shape]))
     sequence = _sequence(LENGTH, decoder.config.vocab_size)
-    ours = _logits(native_compute(decoder, 8, quantize=quantize), sequence)
+    ours = _logits(native_executor(decoder, 8, quantize=quantize), sequence)
     assert not torch.allclose(ours, _expected(decoder, sequence), atol=0.05), "no weight was rounded"
     round_weights(decoder, WeightFormat(kind=quantize))
     assert torch.allclose(ours, _expected(decoder, sequence), atol=5e-4)
@@ -164,9 +164,9 @@ def test_non_finite_values_stay_in_their_sequence() -> None:
     sick, sound = _sequence(40, 320), _sequence(33, 320, first_block=4)
     sick.tokens[20] = 7
     sound.tokens[:] = array("q", (token if token != 7 else 8 for token in sound.tokens))
-    compute = native_compute(decoder, 16)
-    compute.run(BatchPlan((Chunk(sick, 0, 40), Chunk(sound, 0, 33))))
-    logits_TV = torch.from_numpy(compute.logits(range(73)))[:, torch.arange(320) != 7]
+    executor = native_executor(decoder, 16)
+    executor.run(BatchPlan((Chunk(sick, 0, 40), Chunk(sound, 0, 33))))
+    logits_TV = torch.from_numpy(executor.logits(range(73)))[:, torch.arange(320) != 7]
     assert logits_TV[40:].isfinite().all() and logits_TV[20:40].isnan().all()
 
 
@@ -179,30 +179,30 @@ def test_non_finite_values_do_not_outlive_their_step(dtype: torch.dtype, shape: 
     decoder = tiny_decoder(tiny_config(**shape), dtype=dtype)
     sound, sick = _sequence(20, 320), _sequence(20, 320, first_block=8)
     sound.tokens[:] = array("q", (token if token != 7 else 8 for token in sound.tokens))
-    expected = _logits(native_compute(decoder, 16), sound)
+    expected = _logits(native_executor(decoder, 16), sound)
     decoder.embedding[7] = torch.nan
     sick.tokens[3] = 7
-    compute, others = native_compute(decoder, 16), torch.arange(320) != 7
-    assert _logits(compute, sick)[3:, others].isnan().all(), "positive control"
-    assert torch.equal(_logits(compute, sound)[:, others], expected[:, others])
+    executor, others = native_executor(decoder, 16), torch.arange(320) != 7
+    assert _logits(executor, sick)[3:, others].isnan().all(), "positive control"
+    assert torch.equal(_logits(executor, sound)[:, others], expected[:, others])
 
 
 def test_sequence_without_enough_blocks_is_an_assertion_error() -> None:
     sequence = _sequence(40, 320)
     sequence.blocks[0].pop()
     with pytest.raises(AssertionError, match="blocks"):
-        _logits(native_compute(tiny_decoder(), 8), sequence)
+        _logits(native_executor(tiny_decoder(), 8), sequence)
 
 
 def test_blocks_are_cleared_and_copied_before_a_step() -> None:
     decoder = tiny_decoder()
-    compute, first = native_compute(decoder, 16), _sequence(20, 320)
-    expected = _logits(compute, first)
-    compute._caches[0][:, :, 5] = np.nan
+    executor, first = native_executor(decoder, 16), _sequence(20, 320)
+    expected = _logits(executor, first)
+    executor._caches[0][:, :, 5] = np.nan
     second = _sequence(20, 320, first_block=4)
     plan = BatchPlan((Chunk(second, 16, 20),), clear=((0, 5),), copies=((0, 0, 4),))
-    compute.run(plan)
-    assert torch.equal(torch.from_numpy(compute.logits(range(4))), expected[16:])
+    executor.run(plan)
+    assert torch.equal(torch.from_numpy(executor.logits(range(4))), expected[16:])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -212,13 +212,13 @@ def test_weights_are_packed_from_the_files_one_tensor_at_a_time(tmp_path: Path, 
     whole = load(tmp_path, device=torch.device("cpu"), dtype=dtype).decoder
     stored, name = find_weights(tmp_path), str(dtype).removeprefix("torch.")
     sequence, pool = _sequence(LENGTH, whole.config.vocab_size), ThreadPool(kernels(), 2)
-    compute = NativeCompute(kernels(), stored.config, stored.read, pool, dtype=name, blocks=8)
-    assert torch.equal(_logits(compute, sequence), _logits(native_compute(whole, 8), sequence))
+    executor = NativeExecutor(kernels(), stored.config, stored.read, pool, dtype=name, blocks=8)
+    assert torch.equal(_logits(executor, sequence), _logits(native_executor(whole, 8), sequence))
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["model.layers.1.mlp.down_proj.weight"][3, 3] = torch.nan
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"down_proj\.weight holds numbers that are not finite"):
-        NativeCompute(kernels(), stored.config, stored.read, pool, dtype=name, blocks=8)
+        NativeExecutor(kernels(), stored.config, stored.read, pool, dtype=name, blocks=8)
 
 
 def test_every_level_computes_the_same_bits() -> None:
@@ -228,12 +228,12 @@ def test_every_level_computes_the_same_bits() -> None:
     differ = []
     for shape, dtype, quantize in FORMS:
         decoder = tiny_decoder(tiny_config(**SHAPES[shape]), dtype=dtype)
-        compute = native_compute_of(library, decoder, ThreadPool(library, 2), blocks=8, quantize=quantize)
+        executor = native_executor_of(library, decoder, ThreadPool(library, 2), blocks=8, quantize=quantize)
         sequence = _sequence(LENGTH, decoder.config.vocab_size)
-        whole, here = _logits(compute, sequence), _logits(native_compute(decoder, 8, quantize=quantize), sequence)
+        whole, here = _logits(executor, sequence), _logits(native_executor(decoder, 8, quantize=quantize), sequence)
         if not torch.equal(whole, here):
             differ.append((shape, dtype, quantize))
-        _check_batch_invariance(compute, sequence, whole, sizes=(1,))
+        _check_batch_invariance(executor, sequence, whole, sizes=(1,))
     tiles = [form for form in FORMS if form[1] == torch.bfloat16]
     assert differ == (tiles if this_level() == AMX else []), "tiles round differently"
 
@@ -245,36 +245,38 @@ def test_row_has_the_same_bits_in_chunks_of_every_size(shape: str, quantize: Qua
     config = tiny_config(**SHAPES[shape])
     decoder = tiny_decoder(config, dtype=torch.bfloat16)
     decoder.embedding[::7] *= 2.0**-131
-    sequence, compute = _sequence(LENGTH, config.vocab_size), native_compute(decoder, 8, quantize=quantize)
-    _check_batch_invariance(compute, sequence, _logits(compute, sequence), sizes=(1, 2, 5, 15, 16, 17, 31, 32, 33, 48))
+    sequence, executor = _sequence(LENGTH, config.vocab_size), native_executor(decoder, 8, quantize=quantize)
+    _check_batch_invariance(
+        executor, sequence, _logits(executor, sequence), sizes=(1, 2, 5, 15, 16, 17, 31, 32, 33, 48)
+    )
 
 
-def _check_batch_invariance(compute: NativeCompute, sequence: Sequence, whole: Tensor, *, sizes: Items[int]) -> None:
+def _check_batch_invariance(executor: NativeExecutor, sequence: Sequence, whole: Tensor, *, sizes: Items[int]) -> None:
     length = len(sequence.tokens)
     for size in sizes:
         for start in range(0, length, size):
             stop = min(start + size, length)
-            compute.run(BatchPlan((Chunk(sequence, start, stop),)))
-            rows = torch.from_numpy(compute.logits(range(stop - start)))
+            executor.run(BatchPlan((Chunk(sequence, start, stop),)))
+            rows = torch.from_numpy(executor.logits(range(stop - start)))
             assert torch.equal(rows, whole[start:stop]), f"{size} rows at once"
-            assert torch.equal(torch.from_numpy(compute.logits([0])), whole[start : start + 1]), "head of one row"
+            assert torch.equal(torch.from_numpy(executor.logits([0])), whole[start : start + 1]), "head of one row"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bits_of_a_step_do_not_depend_on_the_number_of_threads(dtype: torch.dtype) -> None:
     """Other numbers of threads read the cache that one thread wrote, in the same decoder."""
     decoder = tiny_decoder(dtype=dtype)
-    alone, shared = native_compute(decoder, 64, threads=1), native_compute(decoder, 64, threads=1)
-    executors = [shared.executor_on(ThreadPool(kernels(), threads)) for threads in (2, 3, 5)]
+    alone, shared = native_executor(decoder, 64, threads=1), native_executor(decoder, 64, threads=1)
+    sessions = [shared.session_on(ThreadPool(kernels(), threads)) for threads in (2, 3, 5)]
     rows = [_sequence(40, decoder.config.vocab_size, first_block=3 * row) for row in range(9)]
     for start, stop in ((0, 17), (17, 18), (18, 40)):
         plan = BatchPlan(tuple(Chunk(row, start, stop) for row in rows))
-        shared.executor = executors[start % 3]
-        assert shared.executor.pool.count > 1
+        shared.session = sessions[start % 3]
+        assert shared.session.pool.count > 1
         results = []
-        for compute in (alone, shared):
-            compute.run(plan)
-            results.append(compute.logits(range(9 * (stop - start))).copy())
+        for executor in (alone, shared):
+            executor.run(plan)
+            results.append(executor.logits(range(9 * (stop - start))).copy())
         assert np.array_equal(*results)
 
 

@@ -38,7 +38,7 @@ def padded_head_dim(config: ModelConfig) -> int:
     return _round_up(config.head_dim, LANES)
 
 
-class Program:
+class PackedDecoder:
     """Packed weights and operations of one decoder. Keep it alive: the kernels hold pointers into it."""
 
     def __init__(
@@ -55,7 +55,7 @@ class Program:
         """read: called once for each tensor, which is packed before the next one. pool: threads that pack.
 
         weight_format: of the matrices; None is that of `dtype`.
-        restored: one region with what an equal program left in `memory`; then nothing is read or packed.
+        restored: one region with what an equal decoder left in `memory`; then nothing is read or packed.
         """
         self.config, self._library, self._pool = config, library, pool
         self._dtype, self._is_bf16 = dtype, dtype == "bfloat16"
@@ -236,7 +236,7 @@ class Program:
         return address
 
     def _kept(self, numbers: Array) -> int:
-        """Returns the address of a float32 copy that lives as long as the program."""
+        """Returns the address of a float32 copy that lives as long as the decoder."""
         self._keepalive.append(np.array(numbers, np.float32))
         return address_of(self._keepalive[-1])
 
