@@ -234,6 +234,6 @@ class ModelConfig:
         )
 
 
-def check_field(name: str, value: object, key: str, of: type[ModelConfig | LayerKind] = ModelConfig) -> None:
+def check_field(name: str, value: object, key: str, of: type[ModelConfig | LayerKind | Rope] = ModelConfig) -> None:
     """Checks a value for a field of a config, which comes from a file that calls it `key`. Raises ConfigError."""
     _check_value(value, _annotations(of)[name], key)

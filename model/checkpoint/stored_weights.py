@@ -18,7 +18,7 @@ import numpy as np
 
 from model.checkpoint.config_file import read_config_file
 from model.checkpoint.tensor_index import StoredTensor, TensorIndex, find_tensors, version_of
-from model.config import ModelConfig
+from model.config import ConfigError, ModelConfig
 from model.families.spec import FamilySpec, Tensor, TensorMapping
 from model.files import CheckpointError, read_json, regular_file, sha256
 from model.number_formats import Array, all_finite, as_float32, rounded_to_bfloat16
@@ -150,7 +150,10 @@ def find_weights(
     check_sizes(directory / "config.json", config, index)
     generation = read_json(directory / "generation_config.json", optional=True)
     bos = generation.get("bos_token_id", config_json.get("bos_token_id"))
-    mappings = _match(family, config, index)
+    try:
+        mappings = _match(family, config, index)
+    except ConfigError as error:
+        raise CheckpointError(f"{directory / 'config.json'}: {error}") from None
     check(config)
     path = directory / ("generation_config.json" if "eos_token_id" in generation else "config.json")
     eos_ids = _eos_ids(path, {**config_json, **generation}.get("eos_token_id"), config.vocab_size)
@@ -212,12 +215,13 @@ def _match(family: FamilySpec, config: ModelConfig, index: TensorIndex) -> dict[
     found = {name: stored for name, stored in index.tensors.items() if not family.ignored.fullmatch(name)}
     strips_prefix = not any(name.startswith(family.prefix) for name in found)
     # Some exporters also store a tied head.
-    untied = dataclasses.replace(config, tied_head=False)
+    may_untie = not family.names or "untied_head" in family.names
+    untied = dataclasses.replace(config, tied_head=False) if may_untie else config
     mappings = {
         mapping.target: mapping.without_prefix(family.prefix) if strips_prefix else mapping
         for mapping in family.mappings(untied)
     }
-    head = mappings.pop("untied_head") if config.tied_head else None
+    head = mappings.pop("untied_head", None) if config.tied_head else None
     shapes = {name: shape for mapping in mappings.values() for name, shape in mapping.source}
     if missing := sorted(shapes.keys() - found.keys()):
         raise CheckpointError(f"{index.source}: {len(missing)} tensors are missing, the first is {missing[0]}")

@@ -59,7 +59,8 @@ class FamilySpec:
     names: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
     """Modules (or tensors outside of modules) of the Decoder -> those of the files, with N for the number of the layer.
 
-    Several names are q, k, v of attention.qkv, and gate, up of mlp.up. Without names, the files have the Decoder's.
+    Several names are q, k, v of attention.qkv, and gate, up of mlp.up. Without names, the files have the Decoder's. A
+    family whose head is always the embedding has no untied_head.
     """
     layout: Callable[[ModelConfig, TensorMapping], TensorMapping] = lambda _config, mapping: mapping
     """Adds the conversion of a tensor that the files store in another layout."""
@@ -86,7 +87,8 @@ class FamilySpec:
             return [target]
         layer = _LAYER.search(target)
         module, _, suffix = _LAYER.sub("N", target).rpartition(".")
-        found = self.names[module] if module else self.names[suffix]
+        if (found := self.names.get(module or suffix)) is None:
+            raise ConfigError(f"a {self.name} with {target} is not supported")
         names = (found,) if isinstance(found, str) else found
         number = layer[0] if layer else ""
         return [name.replace(".N.", f".{number}.") + (f".{suffix}" if module else "") for name in names]
@@ -133,9 +135,15 @@ def rope_parameters(raw: Raw) -> Mapping[str, Any]:
 
 
 def read_rope(raw: Raw, dim: int | None = None) -> Rope:
-    """The rotation of a config.json of transformers 4 or 5. dim: see Rope. Raises ConfigError, KeyError."""
+    """The rotation of a config.json of transformers 4 or 5. dim: see Rope. Raises ConfigError, KeyError.
+
+    A family with several rotations makes the others itself, as Rope(theta=...): the keys here are those of all layers.
+    """
     rope = rope_parameters(raw)
-    theta = rope.get("rope_theta") or raw.get("rotary_emb_base") or raw.get("rope_theta") or 10_000.0
+    places = ((rope, "rope_theta"), (raw, "rotary_emb_base"), (raw, "rope_theta"))
+    bases = ((key, place[key]) for place, key in places if place.get(key) is not None)
+    key, theta = next(bases, ("rope_theta", 10_000.0))
+    check_field("theta", theta, key, Rope)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind not in ("default", "linear", "llama3"):
         raise ConfigError(f"rope scaling {kind!r} is not supported; supported: default, linear, llama3")

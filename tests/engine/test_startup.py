@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 import subprocess
 import sys
@@ -23,9 +24,10 @@ from app.engine.worker_loop import EngineStartError
 from model.checkpoint.config_file import load_config
 from model.files import sha256
 from model.parameter_shapes import count_parameters
+from model.weight_formats import KINDS
 from tests.engine.memory.test_device_errors import accelerator_error
 from tests.support import ROOT
-from tests.support.model.tiny_models import tiny_weights
+from tests.support.model.tiny_models import CPU_QUANTIZE, tiny_weights
 
 
 def _config(directory: Path, **changes: Any) -> WorkerConfig:
@@ -92,14 +94,20 @@ def test_weights_without_memory_are_a_configuration_error_and_a_lost_device_is_n
 
 
 @pytest.mark.parametrize(
-    ("changes", "share"), [({}, 4), ({"dtype": "bfloat16"}, 2), ({"quantize": "int8"}, 1), ({"kernels": "auto"}, 4)]
+    ("changes", "share"),
+    [
+        ({}, 4),
+        ({"dtype": "bfloat16"}, 2),
+        ({"kernels": "auto"}, 4),
+        *(({"quantize": each}, KINDS[each].bits / 8) for each in CPU_QUANTIZE[1:]),
+    ],
 )
 def test_weights_beyond_the_free_memory_are_refused_before_they_are_read(
-    changes: dict[str, Any], share: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, Any], share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file may have holes: on a disk with little space it holds more numbers than the memory."""
     config = _config(tmp_path, **changes)
-    needed = count_parameters(load_config(tmp_path)) * share
+    needed = math.ceil(count_parameters(load_config(tmp_path)) * share)
     hashed: list[Path] = []
     monkeypatch.setattr(startup, "sha256", lambda path: hashed.append(path) or sha256(path))
     monkeypatch.setattr(startup, "free_memory", lambda: needed - 1)
@@ -167,7 +175,7 @@ print([name for name in ("torch", "pydantic", "asyncio") if name in sys.modules]
 
 
 @pytest.mark.usefixtures("native_library")
-@pytest.mark.parametrize("quantize", ["none", "int8"])
+@pytest.mark.parametrize("quantize", CPU_QUANTIZE)
 def test_native_engine_imports_no_torch_and_stays_small(tmp_path: Path, quantize: str) -> None:
     """torch costs a second of CPU and 200 MB."""
     directory, library = tiny_weights(tmp_path), find_or_build()

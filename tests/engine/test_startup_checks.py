@@ -33,10 +33,10 @@ from model.checkpoint.manifest import MANIFEST_FILE, manifest_file
 from model.config import ModelConfig
 from model.files import CheckpointError
 from tests.support.model.bad_weights import bad_weights, good_weights
-from tests.support.model.tiny_models import tiny_config, tiny_decoder, tiny_engine
+from tests.support.model.tiny_models import CPU_QUANTIZE, tiny_config, tiny_decoder, tiny_engine
 
 PROMPT = [random.Random(3).randrange(1, 320) for _ in range(40)]
-NUMBERS = ["float32", "bfloat16", "int8"]
+NUMBERS = ["float32", "bfloat16", *CPU_QUANTIZE[1:]]
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -53,7 +53,7 @@ def _config(directory: Path, number: str, kernels: str = "torch", library: Path 
         weights=str(directory),
         device="cpu",
         dtype="float32" if number == "float32" else "bfloat16",
-        quantize="int8" if number == "int8" else "none",
+        quantize=number if number in CPU_QUANTIZE else "none",  # type: ignore[arg-type]
         kernels=kernels,  # type: ignore[arg-type]
         library=str(library) if library else None,
         threads=1,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from app.common.ipc import WorkerConfig
@@ -32,8 +34,23 @@ def test_unquantized_weights_have_the_number_format_of_products() -> None:
 
 
 def test_bytes_of_weights_are_whole() -> None:
-    sizes = {kind: WeightFormat(kind=kind).n_bytes(1001) for kind in ("float32", "bfloat16", "int8", "fp8")}
-    assert sizes == {"float32": 4004, "bfloat16": 2002, "int8": 1001, "fp8": 1001}
+    sizes = {kind: WeightFormat(kind=kind).n_bytes(1001) for kind in KINDS}
+    assert sizes == {kind: math.ceil(1001 * facts.bits / 8) for kind, facts in KINDS.items()}
+    assert (sizes["float32"], sizes["bfloat16"], sizes["int8"], sizes["fp8"]) == (4004, 2002, 1001, 1001)
+
+
+@pytest.mark.parametrize("kind", [kind for kind, facts in KINDS.items() if facts.codes == "integers"])
+@pytest.mark.parametrize("is_bf16", [False, True])
+def test_kernels_pack_as_many_bits_as_the_table_says(kind: str, is_bf16: bool) -> None:
+    """Of two panels of 32 rows, whose columns need no padding."""
+    number = kernels().ink_format(kind.encode(), is_bf16)
+    assert kernels().ink_packed_bytes(2, 640, is_bf16, number) == WeightFormat(kind=kind).n_bytes(64 * 640)
+
+
+def test_codes_of_formats_that_receipts_name_stay() -> None:
+    """Another largest code would be other bits under the same name."""
+    facts = {kind: (KINDS[kind].codes, KINDS[kind].largest) for kind in ("int8", "fp8")}
+    assert facts == {"int8": ("integers", 127.0), "fp8": ("e4m3", 448.0)}
 
 
 @pytest.mark.parametrize(("kind", "group"), [("int8", 32), ("int7", None)])
@@ -42,7 +59,7 @@ def test_a_format_that_nothing_computes_is_refused(kind: str, group: int | None)
         WeightFormat(kind=kind, group=group)
 
 
-@pytest.mark.parametrize(("quantize", "suffix"), [("none", ""), ("int8", "-int8"), ("fp8", "-fp8")])
+@pytest.mark.parametrize(("quantize", "suffix"), [(each, "" if each == "none" else f"-{each}") for each in QUANTIZE])
 def test_numerics_end_in_the_number_format_and_the_value_of_quantize(quantize: Quantize, suffix: str) -> None:
     """Receipts name these: another name would refuse to repeat them."""
     shape = CacheShape(shape=tiny_config(), context=256, block_size=16, max_running=1, dtype="bfloat16")

@@ -7,8 +7,6 @@ import io
 import re
 from typing import Any
 
-from app.engine.sampling.sampler import ADJUSTMENTS, FILTERS
-from model.weight_formats import KINDS
 from tests.support import ROOT
 from tests.support.docs_commands import fences
 
@@ -36,8 +34,3 @@ def test_every_extension_point_of_the_table_has_a_section() -> None:
     linked = re.findall(r"^\| \[[^]]+\]\(#([a-z-]+)\)", PAGE, re.M)
     titles = [title.lower().replace(" ", "-") for title in re.findall(r"^## (.+)$", PAGE, re.M)]
     assert linked == titles and len(linked) > 4
-
-
-def test_stages_and_formats_are_those_of_the_code() -> None:
-    assert " ".join(stage.name for stage in (*ADJUSTMENTS, *FILTERS)) in PAGE
-    assert str(list(KINDS)) in PAGE

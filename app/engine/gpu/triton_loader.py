@@ -23,7 +23,6 @@ from app.engine.quantization.quantized_weights import (
     dequantized_product,
     quantize_fp8_rows,
 )
-from model.weight_formats import KINDS
 
 _MAX_MESSAGE_LENGTH = 200
 _ENGINE = Path(__file__).parents[1]
@@ -58,7 +57,7 @@ def triton_kernels(shared_bytes: int = SHARED_BYTES) -> LoadedKernels | None:
 
 
 def sources_key(engine: Path = _ENGINE) -> str:
-    """Eight digits of a hash of what the bits of a step depend on: sources of kernels, tile sizes, products; formats.
+    """Eight digits of a hash of what the bits of a step depend on: sources of kernels, tile sizes, products.
 
     Every edit of them changes it, since a change of bits is easily overlooked. engine: the folder app/engine.
     """
@@ -66,8 +65,7 @@ def sources_key(engine: Path = _ENGINE) -> str:
     parts = ("quantization/quantized_weights.py", *(f"gpu/{part}" for part in gpu))
     sources = [path for part in parts for path in engine.glob(part)]
     contents = [path.name.encode() + b"\0" + path.read_bytes() + b"\0" for path in sorted(sources)]
-    formats = {kind: (facts.codes, facts.largest) for kind, facts in KINDS.items()}
-    return hashlib.sha256(b"".join([*contents, repr(formats).encode()])).hexdigest()[:8]
+    return hashlib.sha256(b"".join(contents)).hexdigest()[:8]
 
 
 def check_triton(load_driver: Callable[[], object] = lambda: import_module("triton.runtime").driver.active) -> None:

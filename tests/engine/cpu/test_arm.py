@@ -30,5 +30,5 @@ def _digests(compiler: Sequence[str], level: CpuTarget, folder: Path, emulator: 
 def test_arm_computes_the_same_bits(tmp_path: Path) -> None:
     level = X86_LEVELS[1] if this_level() == AMX else this_level()
     here = _digests(find_compiler().command, level, tmp_path)
-    assert len(set(here.values())) == len(here) == 11
+    assert len(set(here.values())) == len(here) >= 11
     assert _digests([COMPILER], NEON, tmp_path, [EMULATOR]) == here

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import torch
 
+from model.checkpoint.stored_weights import find_weights
 from model.config import Activation, ConfigError, LayerKind, ModelConfig, Rope
+from model.families import registry
+from model.families.llama import LLAMA as LLAMA_FAMILY
 from model.families.registry import MODEL_TYPES, family_of, read_config, write_config
 from model.families.spec import ACTIVATION_NAMES, read_layers
+from model.files import CheckpointError
 from model.nn.transformer import Decoder
 from tests.support.lazy_modules import transformers
-from tests.support.model.hub_checkpoints import CASES, FAMILIES, family_name, reference_model
+from tests.support.model.hub_checkpoints import (
+    CASES,
+    FAMILIES,
+    UNKNOWN_TO_TRANSFORMERS,
+    family_name,
+    reference_model,
+    save_reference,
+)
 from tests.support.model.tiny_models import tiny_config
 
 LLAMA = {
@@ -151,6 +163,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3", {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}, "some layers"),
     ("qwen3", {"use_sliding_window": True, "layer_types": ["chunked_attention"]}, "some layers"),
     ("mistral", {"sliding_window": 0}, "sliding_window"),
+    ("llama", {"rope_theta": 0}, "^rope_theta cannot be 0"),
+    ("llama", {"rope_parameters": {"rope_theta": "1e4"}}, "^rope_theta cannot be '1e4'"),
+    ("gpt_neox", {"rotary_emb_base": 0}, "^rotary_emb_base cannot be 0"),
     ("llama", {"num_key_value_heads": 3}, "multiple"),
     ("llama", {"intermediate_size": 0}, "without feed-forward"),
     ("llama", {"tie_word_embeddings": None}, "^tie_word_embeddings cannot be None"),
@@ -193,7 +208,7 @@ def test_other_architectures_are_refused_by_name_with_the_list(name: object) -> 
         read_config({"model_type": name, **LLAMA})
     assert f"model_type {name!r} is not supported" in str(caught.value)
     assert all(supported in str(caught.value) for supported in MODEL_TYPES)
-    assert {*FAMILIES, "inkstream"} == set(MODEL_TYPES)
+    assert {*FAMILIES, *UNKNOWN_TO_TRANSFORMERS, "inkstream"} == set(MODEL_TYPES)
 
 
 SCALED = Rope(theta=500, dim=6, kind="llama3", factor=4.0, original_context=64)
@@ -273,3 +288,15 @@ def test_layers_of_several_kinds_are_described_once_each() -> None:
     assert read_layers(4, lambda _: local) == {"layer_kinds": (local,), "layer_types": ()}
     with pytest.raises(ConfigError, match=r"^2147483647 layers of several kinds are not supported, at most 4096$"):
         read_layers(2**31 - 1, lambda _: local)
+
+
+def test_family_whose_head_is_always_the_embedding_needs_no_name_for_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = {module: name for module, name in LLAMA_FAMILY.names.items() if module != "untied_head"}
+    monkeypatch.setitem(registry._FAMILIES, "llama", replace(LLAMA_FAMILY, names=names))
+    save_reference("llama-a", tmp_path / "tied")
+    assert find_weights(tmp_path / "tied").config.tied_head
+    save_reference("llama-b", tmp_path / "untied")
+    with pytest.raises(CheckpointError, match=r"config\.json: a llama with untied_head is not supported$"):
+        find_weights(tmp_path / "untied")

@@ -2,6 +2,7 @@
 // digests of all CPUs must agree; tests/engine/cpu/test_arm.py compares them.
 #include <cstdio>
 #include <deque>
+#include <string>
 
 #include "inkstream.cpp"
 
@@ -37,11 +38,19 @@ class Digest {
     unsigned long long state_ = 0xcbf29ce484222325;
 };
 
+// The largest integer of a format, 0 if it stores the numbers themselves.
+int largest_code(bool is_bf16, int format) {
+    return with_format_in(is_bf16, format, []<class W>(W) {
+        if constexpr (requires { W::kLargest; }) return W::kLargest;
+        else return 0;
+    });
+}
+
 // A small decoder with odd sizes, and its cache. Variants: 0 is like Qwen3, 1 like GPT-2, 2 has parallel residuals.
 class Model {
   public:
-    Model(bool is_bf16, bool is_int8, int variant, Pool& pool)
-        : is_bf16_(is_bf16), is_int8_(is_int8), format_(is_int8 ? ink_format("int8", is_bf16) : 0), pool_(pool) {
+    Model(bool is_bf16, int format, int variant, Pool& pool)
+        : is_bf16_(is_bf16), format_(format), largest_(largest_code(is_bf16, format)), pool_(pool) {
         const bool is_gpt = variant != 0;
         const int activation = variant == 0 ? kSilu : variant == 1 ? kGeluTanh : kGelu;
         const int columns[] = {kWidth, kQkvWidth, kHeads * kHeadWidth, kMlp, kHeads * kPaddedHead, kWidth};
@@ -117,20 +126,20 @@ class Model {
         for (const float x : numbers(size_t(n_rows) * k, 0.5f)) {
             const uint32_t word = bits<uint32_t>(x);
             const char* number = reinterpret_cast<const char*>(&word);
-            if (is_int8_) raw.push_back(static_cast<char>(static_cast<int8_t>(x * 254)));
+            if (largest_) raw.push_back(static_cast<char>(static_cast<int8_t>(x * 2 * largest_)));
             else raw.insert(raw.end(), number + (is_bf16_ ? 2 : 0), number + 4);
         }
         packed_.emplace_back(ink_packed_bytes(panels, k, is_bf16_, format_) + 64);
         char* at = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(packed_.back().data()) + 63) / 64 * 64);
         ink_pack(&pool_, raw.data(), n_rows, k, gate_rows, panels, is_bf16_, format_, at);
         const float* bias = has_bias ? floats(panels * kPanel) : nullptr;
-        const float* scale = is_int8_ ? floats(panels * kPanel) : nullptr;
+        const float* scale = largest_ ? floats(panels * kPanel) : nullptr;
         matrices_.push_back({at, bias, scale, panels * kPanel, is_bf16_ ? (k + 1) / 2 : k, format_, 0});
         return &matrices_.back();
     }
 
-    bool is_bf16_, is_int8_;
-    int format_;
+    bool is_bf16_;
+    int format_, largest_;
     Pool& pool_;
     const InkMatrix* embedding_;
     int32_t columns_[6];
@@ -166,12 +175,14 @@ void sample_rows(const char* name, InkParams params) {
 
 int main() {
     Pool pool(2, 10);
-    const char* formats[] = {"float32", "bfloat16", "int8 of float32", "int8 of bfloat16"};
-    for (int format = 0; format < 4; format++) {
-        Digest digest;
-        for (int variant = 0; variant < 3; variant++) Model(format % 2, format / 2, variant, pool).run(digest);
-        digest.print(formats[format]);
-    }
+    for (int format = 0; format < kFormats; format++)
+        for (const bool is_bf16 : {false, true}) {
+            Digest digest;
+            for (int variant = 0; variant < 3; variant++) Model(is_bf16, format, variant, pool).run(digest);
+            const char* numbers = is_bf16 ? "bfloat16" : "float32";
+            const char* name = with_format_in(is_bf16, format, []<class W>(W) { return W::kName; });
+            digest.print(format ? (std::string(name) + " of " + numbers).c_str() : numbers);
+        }
     const InkParams plain = {.temperature = 0.9, .top_p = 1, .typical_p = 1, .repetition = 1};
     const auto with = [&](auto change) { InkParams p = plain; change(p); return p; };
     sample_rows("greedy", with([](InkParams& p) { p.flags = GREEDY; }));

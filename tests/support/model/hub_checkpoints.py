@@ -11,6 +11,8 @@ from torch import Tensor
 from tests.support.lazy_modules import transformers
 
 FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "gpt_neox")
+UNKNOWN_TO_TRANSFORMERS: tuple[str, ...] = ()
+"""Families with a test file of their own, which writes their files."""
 _COMMON = {"vocab_size": 99, "bos_token_id": 0, "eos_token_id": 0}
 _LLAMA = {"hidden_size": 48, "num_hidden_layers": 2, "intermediate_size": 80, "max_position_embeddings": 128}
 _SCALED = {"rope_type": "linear", "factor": 2.5, "rope_theta": 1e4}

@@ -90,6 +90,7 @@ template <class Code>
 struct CodedFloats : FloatSteps {
     static constexpr const char* kName = Code::kName;
     static constexpr int kBytes = Code::kBytes;
+    static constexpr int kLargest = Code::kLargest;
     using Stored = int8_t;
     INK_INLINE static Operand weights(const char* at) { return Code::numbers(at); }
     INK_INLINE static void put(char* at, int lane, int, Stored code) { Code::put(at, lane, code); }
@@ -101,6 +102,7 @@ template <class Code>
 struct CodedPairs : PairSteps {
     static constexpr const char* kName = Code::kName;
     static constexpr int kBytes = 2 * Code::kBytes;
+    static constexpr int kLargest = Code::kLargest;
     using Stored = int8_t;
     INK_INLINE static Operand weights(const char* at) {
         return bits<uint32_t>(Code::numbers(at)) >> 16 | bits<uint32_t>(Code::numbers(at + Code::kBytes));
