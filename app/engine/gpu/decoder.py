@@ -35,6 +35,7 @@ class PagedDecoder:
         self._positions_PD = decoder.position_embedding
         self._sinusoids_PD: Tensor | None = decoder._buffers["sinusoids_PD"]
         _embed, *operations, _head = decoder_program(decoder.config)
+        assert all(op.target == Register.RESIDUAL for op in operations if op.accumulates), "what the next norm adds"
         self.groups = groups_of(decoder)
         self._places = cache_places(self.groups)
         modules = {**dict(decoder.named_modules()), "": None}  # which calls the decoder itself ""
