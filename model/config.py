@@ -168,6 +168,10 @@ class ModelConfig:
         """The kind of each layer."""
         return tuple(self.layer_kinds[index] for index in self.layer_types) or self.layer_kinds * self.n_layers
 
+    def layer_kind(self, layer: int) -> LayerKind:
+        """The kind of the layer with this index."""
+        return self.layer_kinds[self.layer_types[layer] if self.layer_types else 0]
+
     @property
     def windows(self) -> tuple[int | None, ...]:
         """The window of each layer."""

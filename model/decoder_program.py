@@ -74,7 +74,7 @@ class Operation(NamedTuple):
     target: Register
     weights: tuple[Weight, ...] = ()
     layer: int = 0
-    """Index of the block, in which the cache, the window and the rotation are found."""
+    """Index of the block, which decides about cache, window and rotation."""
     accumulates: bool = False
     """Whether the result is added to the target."""
     activation: Activation | None = None
@@ -141,7 +141,7 @@ def cost(config: ModelConfig, operation: Operation, context: float) -> Cost:
         case Kind.LINEAR | Kind.HEAD:
             return Cost(parameters, 2 * math.prod(operation.weights[0].shape), 0, 0)
         case Kind.ATTENTION | Kind.CROSS_ATTENTION:
-            window = config.windows[operation.layer] if operation.kind == Kind.ATTENTION else None
+            window = config.layer_kind(operation.layer).window if operation.kind == Kind.ATTENTION else None
             keys = context if window is None else min(context, window)
             return Cost(parameters, int(4 * heads * keys), int(2 * kv_heads * keys), 0)
         case Kind.ROPE_CACHE:

@@ -18,6 +18,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from app.cli.compile import PlainParser
@@ -183,9 +184,17 @@ def _service(given: Given) -> Iterator[Finding]:
             if topic == "weights":
                 yield Finding("weights", f"{found}; inkstream check {settings.weights} reads all of it")
                 if size:
-                    config = importlib.import_module("model.checkpoint.config_file").load_config(settings.weights)
-                    lines = importlib.import_module("model.checkpoint.model_summary").cost_lines(config)
-                    yield from (Finding(*line) for line in lines)
+                    yield from _cost(settings.weights)
+
+
+def _cost(directory: Path) -> Iterator[Finding]:
+    """What one token costs; a config.json that asks for far more than the files have is broken."""
+    stored = importlib.import_module("model.checkpoint.stored_weights")
+    summary = importlib.import_module("model.checkpoint.model_summary")
+    try:
+        yield from (Finding(*line) for line in summary.cost_lines(stored.find_weights(directory, lambda _: "").config))
+    except ValueError as error:
+        yield Finding("weights", str(error), "broken", f"inkstream check {directory}")
 
 
 _CHECKS: dict[str, Callable[[Given], Iterator[Finding]]] = {

@@ -137,7 +137,7 @@ def rope_parameters(raw: Raw) -> Mapping[str, Any]:
 def read_rope(raw: Raw, dim: int | None = None) -> Rope:
     """The rotation of a config.json of transformers 4 or 5. dim: see Rope. Raises ConfigError, KeyError.
 
-    A family with several rotations makes the others itself, as Rope(theta=...): the keys here are those of all layers.
+    A family with several rotations makes the others itself, as Rope(theta=...): these keys are for all layers.
     """
     rope = rope_parameters(raw)
     places = ((rope, "rope_theta"), (raw, "rotary_emb_base"), (raw, "rope_theta"))

@@ -42,7 +42,7 @@ class Block(FastModule):
         super().__init__()
         self.post_norm = config.norm_position == "post"
         self.parallel = config.parallel_residual
-        rope = config.layers[layer].rope
+        rope = config.layer_kind(layer).rope
         self.rope = config.ropes.index(rope) if rope else -1
         self.norm_attention = make_norm(config)
         self.attention = Attention(config, layer)

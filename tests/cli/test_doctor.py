@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -142,6 +143,16 @@ def test_hub_model_is_not_a_missing_directory() -> None:
 def test_cost_of_a_token_is_named() -> None:
     (cost,) = _found("one token")
     assert cost.level == "ok" and "MFLOP" in cost.text and "in bfloat16" in cost.text
+
+
+def test_config_that_asks_for_far_more_than_the_files_have_is_broken_at_once(tmp_path: Path) -> None:
+    """Its list of operations would fill the memory."""
+    shutil.copytree(ROOT / "weights", tmp_path / "huge")
+    config = json.loads((tmp_path / "huge/config.json").read_text())
+    (tmp_path / "huge/config.json").write_text(json.dumps(config | {"num_hidden_layers": 2**31 - 1}))
+    findings = examine({"weights": tmp_path / "huge", "port": 0})
+    (broken,) = (finding for finding in findings if finding.level == "broken" and finding.topic == "weights")
+    assert "asks for 2147483647 layers" in broken.text and not [f for f in findings if f.topic == "one token"]
 
 
 def test_bundled_model_is_checked_without_a_weights_folder(

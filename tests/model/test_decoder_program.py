@@ -8,7 +8,8 @@ import pytest
 
 from model.config import LayerKind, Rope
 from model.decoder_program import Kind, cost, decoder_program, encoder_program
-from model.parameter_shapes import count_parameters
+from model.nn.transformer import Decoder
+from model.parameter_shapes import count_parameters, parameter_shapes
 from tests.support.model.tiny_models import tiny_config
 
 
@@ -29,6 +30,11 @@ def test_a_window_limits_what_attention_reads() -> None:
     config = tiny_config(n_layers=2, layer_kinds=kinds, layer_types=(0, 1))
     windowed, full = (cost(config, op, 10) for op in decoder_program(config) if op.kind == Kind.ATTENTION)
     assert (windowed.cached * 10, windowed.flops * 10) == (full.cached * 4, full.flops * 4)
+
+
+def test_encoder_may_be_deeper_than_the_decoder() -> None:
+    config = tiny_config(n_encoder_layers=5, n_layers=1)
+    assert {*Decoder(config).state_dict()} == parameter_shapes(config).keys()
 
 
 def test_an_encoder_has_operations_of_its_own_only_where_there_is_one() -> None:

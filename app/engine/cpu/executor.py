@@ -1,7 +1,7 @@
 """Native executor: a decoder and its KV cache in C++ kernels, called twice a step.
 
-The reference implementation and fallback in torch is app/engine/execution/runner.py. Both are batch-invariant, but
-their results differ in the last bits.
+The reference implementation and fallback in torch is app/engine/execution/torch_executor.py. Both are batch-invariant,
+but their results differ in the last bits.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class NativeExecutor:
             if n_rows == 1:
                 append_token(sequence.tokens[start])  # faster than a slice
             else:
-                tokens += sequence.tokens[start:stop]
+                tokens += chunk.tokens
             chunks += (n_rows, start, blocks.buffer_info()[0])
             if has_groups:
                 assert len(tables) == len(self._caches), "the kernels would read past the chunk"

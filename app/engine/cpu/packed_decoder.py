@@ -54,7 +54,7 @@ class PackedDecoder:
     ) -> None:
         """read: called once for each tensor, which is packed before the next one. pool: threads that pack.
 
-        weight_format: of the matrices; None is that of `dtype`.
+        weight_format: of the matrices; None is the number format `dtype`.
         restored: one region with what an equal decoder left in `memory`; then nothing is read or packed.
         """
         self.config, self._library, self._pool = config, library, pool
@@ -159,11 +159,11 @@ class PackedDecoder:
             case Kind.ROPE_CACHE:
                 weight, bias = self._vectors(operation)
                 fields = {"weight": weight, "bias": bias}
-                if rope := config.layers[operation.layer].rope:
+                if rope := config.layer_kind(operation.layer).rope:
                     fields |= {"rotary_half": config.rotated_dim(rope) // 2, "rope_table": self._rope_tables[rope]}
             case Kind.ATTENTION:
                 scaled_by = config.head_dim if config.attention_scale == "head_dim" else config.width
-                window = config.windows[operation.layer]
+                window = config.layer_kind(operation.layer).window
                 fields = {"window": window or 0, "attention_scale": scaled_by**-0.5}
             case Kind.ADD:
                 fields = {"columns": config.width}

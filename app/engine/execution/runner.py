@@ -110,7 +110,7 @@ class Runner:
             sequence, stop = chunk.sequence, chunk.stop
             end += stop - chunk.start
             if stop >= len(sequence.tokens):  # chunk.samples
-                if chunk.sample_from is not None:
+                if chunk.drafts:
                     return self._draw_several(chunks)
                 last_rows.append(end - 1)
                 sampling.append(sequence)
@@ -129,9 +129,9 @@ class Runner:
         return dict(zip(rows.ids, zip(sampled), strict=True))
 
     def _draw_several(self, chunks: Items[Chunk]) -> dict[str, tuple[SampledToken, ...]]:
-        """Does what _draw() does for a step in which a chunk says from where on its rows are sampled.
+        """Does what _draw() does for a step in which a chunk has drafts.
 
-        Of a guided sequence only the first of them is sampled: the masks of the others depend on its token.
+        Of a guided sequence only the first row is sampled: the masks of the others depend on its token.
         """
         drawn, indices, end = [chunk for chunk in chunks if chunk.samples], list[int](), 0
         for chunk in chunks:
@@ -139,9 +139,9 @@ class Runner:
             indices += [end - chunk.stop + row for row in chunk.sampled_rows]
         logits_SV, first_rows = self.executor.logits(indices), [chunk.sequence for chunk in drawn]
         masks = self.grammars.allowed(first_rows) if self.grammars else [None] * len(drawn)
-        assert all(chunk.stop <= len(chunk.sequence.tokens) for chunk in drawn), "sampled rows need known tokens"
         sequences = [chunk.sequence for chunk in drawn for _ in chunk.sampled_rows]
-        tokens = [chunk.sequence.tokens[: row + 1] for chunk in drawn for row in chunk.sampled_rows]
+        known = [chunk.sequence.tokens + array("q", chunk.drafts) for chunk in drawn]
+        tokens = [each[: row + 1] for chunk, each in zip(drawn, known, strict=True) for row in chunk.sampled_rows]
         allowed: list[Array | SampledToken | None] = []
         for chunk, mask in zip(drawn, masks, strict=True):
             allowed += [mask, *[None if mask is None else MASK_NOT_READY] * (len(chunk.sampled_rows) - 1)]

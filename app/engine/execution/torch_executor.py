@@ -280,7 +280,7 @@ class TorchExecutor:
         blocks: list[list[int]] = [[] for _ in self._caches]
         for chunk in chunks:
             chunk_positions = range(chunk.start, chunk.stop)
-            tokens += chunk.sequence.tokens[chunk.start : chunk.stop]
+            tokens += chunk.tokens
             positions += chunk_positions
             for index, of_group in enumerate(blocks):
                 table = chunk.sequence.blocks

@@ -89,7 +89,7 @@ class PagedDecoder:
 
     def _spec(self, operation: Operation, module: Any, decoder: Decoder) -> Any:
         """The specification for the kernel of an operation."""
-        config, layer = self.config, self.config.layers[operation.layer]
+        config, layer = self.config, self.config.layer_kind(operation.layer)
         match operation.kind:
             case Kind.NORM:
                 return _norm_spec(module)

@@ -78,7 +78,7 @@ class _GpuFormat(NamedTuple):
 
 
 _FORMATS: Mapping[Codes, _GpuFormat] = {
-    "integers": _GpuFormat(_integer_product, 1),  # those of fewer bits take 8, too
+    "integers": _GpuFormat(_integer_product, 1),  # integers of fewer bits take 8, too
     "e4m3": _GpuFormat(_fp8_product, FP8_MULTIPLE),
 }
 

@@ -85,7 +85,7 @@ def lay_out(chunks: Items[Chunk], rows: Items[int], *, tile_tokens: int) -> Layo
     layout = Layout(inputs, array("i"), array("i"))
     for chunk, row in zip(chunks, rows, strict=True):
         if chunk.samples:
-            assert chunk.sample_from in (None, chunk.stop - 1), "the device samples the last row of a chunk only"
+            assert not chunk.drafts, "the device samples the last row of a chunk only"
             _add_tokens(inputs, chunk.sequence, row, chunk.stop - 1, chunk.stop, 1)
     for chunk, row in zip(chunks, rows, strict=True):
         first, stop = len(inputs.rows_T) - chunk.start, chunk.stop - chunk.samples
@@ -199,7 +199,7 @@ class _ResidentRow:
     blocks: tuple[array[int], ...]
     """The tuple object of the sequence, which is replaced if the sequence is preempted and readmitted."""
     first_blocks: array[int]
-    """Its blocks of the first cache group, which are as many as those of all others."""
+    """Its blocks of the first cache group; it has as many of every other one."""
     n_blocks: int = 0
     length: int = 0
     """Tokens whose keys and values are in the cache."""
@@ -300,10 +300,10 @@ class ResidentBatch:
                 target.view(-1).index_copy_(0, numbers_X[index].long(), numbers_X[values])
 
     def _evict_rows(self, count: int, present: set[Sequence]) -> None:
-        """Frees rows for `count` new sequences: first those of sequences that do not run, then any not in this step.
+        """Frees rows for `count` new sequences: of sequences that do not run, then of any that are not in this step.
 
-        The latter happens only when the trial sequence of app/engine/execution/engine.py runs in addition to the
-        maximum: no step is in flight then, and a sequence that lost its row is uploaded again.
+        The latter happens only when the trial sequence of app/engine/execution/fault_isolation.py runs in addition to
+        the maximum: no step is in flight then, and a sequence that lost its row is uploaded again.
         """
         others = [old for old in self._resident_rows if old not in present]
         self.release_rows(old for old in others if old.ended or not old.blocks)

@@ -40,7 +40,7 @@ class CacheGroup:
 
     @property
     def n_reserved_blocks(self) -> int:
-        """Blocks behind those of the pool: the padding block, and with a window the null block.
+        """Blocks behind the pool's own: the padding block, and with a window the null block.
 
         The padding block may hold anything. The null block stands for blocks that a window has passed, and no step
         writes to it (BlockPool.null_block).

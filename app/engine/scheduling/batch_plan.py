@@ -33,6 +33,8 @@ class Sequence:
     """Cache blocks while it runs: an array for each cache group, all of one length, of type "i", since the native
     kernels read them in place. They are extended, and blocks that a window has passed become the null block; otherwise
     the tuple is replaced."""
+    passed: list[int] = field(default_factory=list)
+    """Number of null blocks at the start of each array of `blocks`."""
     capacity: int = 0
     """Tokens that `blocks` have slots for; the allocator changes both."""
     hashes: list[bytes] = field(default_factory=list)
@@ -97,19 +99,26 @@ class Chunk(Struct, frozen=True, gc=False):
     sequence: Sequence
     start: int
     stop: int
-    sample_from: int | None = None
-    """Index in the sequence's tokens of the first row that is sampled, and with it all rows from there to `stop`.
-
-    None: the last row alone. Otherwise it is the row of the last known token; the rows after it compute tokens that are
-    expected to follow. The values that a dropped row has written stay in its slot until another row overwrites them.
+    drafts: tuple[int, ...] = ()
+    """Tokens that are expected to follow the known ones. The chunk ends with them, and samples the rows of the last
+    known token and of each draft. The values of a row that is dropped stay in its slot until another overwrites them.
     """
+
+    @property
+    def tokens(self) -> array[int]:
+        """What it computes: known tokens, then drafts."""
+        known = self.sequence.tokens[self.start : self.stop]
+        return known + array("q", self.drafts) if self.drafts else known
+
+    @property
+    def sample_from(self) -> int:
+        """Index in the sequence's tokens of the first row that is sampled, if the chunk samples."""
+        return self.stop - 1 - len(self.drafts)
 
     @property
     def sampled_rows(self) -> range:
         """Indices in the sequence's tokens of the rows that are sampled."""
-        if not self.samples:
-            return range(0)
-        return range(self.stop - 1 if self.sample_from is None else self.sample_from, self.stop)
+        return range(self.sample_from, self.stop) if self.samples else range(0)
 
     @property
     def samples(self) -> bool:

@@ -45,6 +45,8 @@ from array import array
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
+from functools import reduce
+from operator import and_
 from typing import NamedTuple, TypeVar
 
 from app.common.model_version import Version
@@ -106,9 +108,27 @@ class BlockPool:
         """The blocks of a sequence without the null blocks at their start."""
         return blocks if self.window is None else blocks[blocks.count(self.null_block) :]
 
-    def block_of(self, block_hash: bytes) -> int | None:
-        """The block that is registered under this hash."""
-        return self._block_of.get(block_hash)
+    def blocks_of(self, hashes: Iterable[bytes]) -> list[int | None]:
+        """The blocks that are registered under these hashes, None where there is none; without a window up to there."""
+        if self.window is not None:
+            return [*map(self._block_of.get, hashes)]
+        found = list[int | None]()
+        for block_hash in hashes:
+            if (block := self._block_of.get(block_hash)) is None:
+                break
+            found.append(block)
+        return found
+
+    def visible_lengths(self, blocks: Items[int | None]) -> int:
+        """Bit n is set if all that the next token sees after the first n of `blocks` is there."""
+        if self.window is None:
+            return (2 << len(blocks)) - 1
+        gap, lengths = 0, ["1"]  # the number of blocks up to the last one that is not there
+        for count, block in enumerate(blocks, 1):
+            if block is None:
+                gap = count
+            lengths.append("1" if gap <= self.first_visible(count * self.block_size) else "0")
+        return int("".join(reversed(lengths)), 2)
 
     def share(self, blocks: Iterable[int]) -> None:
         """Adds one reference to each block."""
@@ -122,7 +142,7 @@ class BlockPool:
         return [self._take() for _ in range(count)]
 
     def register_prefix(self, block: int, block_hash: bytes) -> None:
-        """Registers a full block under its hash, so that find() returns it; does nothing if another block has it."""
+        """Registers a full block under its hash for find_prefix(); does nothing if another block has it."""
         if block_hash not in self._block_of and block not in self._hash_of:
             self._hash_of[block] = block_hash
             self._block_of[block_hash] = block
@@ -140,10 +160,10 @@ class BlockPool:
 
     def registered(self, hashes: Iterable[bytes]) -> list[int]:
         """The blocks that are registered under any of `hashes`."""
-        return [block for block_hash in hashes if (block := self._block_of.get(block_hash)) is not None]
+        return [block for block in self.blocks_of(hashes) if block is not None]
 
     def invalidate(self, blocks: Iterable[int]) -> None:
-        """Removes the hashes of blocks, so that find() no longer returns them; cached ones become free."""
+        """Removes the hashes of blocks, so that find_prefix() no longer finds them; cached ones become free."""
         for block in blocks:
             if (block_hash := self._hash_of.pop(block, None)) is not None:
                 del self._block_of[block_hash]
@@ -177,27 +197,21 @@ class BlockPool:
         return block
 
 
-def find_prefix(pools: Items[BlockPool], hashes: Iterable[bytes]) -> list[list[int]]:
+def find_prefix(pools: Items[BlockPool], hashes: Items[bytes]) -> list[list[int]]:
     """For each pool the blocks of the longest prefix of `hashes` after which all that the next token sees is cached.
 
-    Blocks that it does not see are null blocks. Changes nothing, and looks at each hash once.
+    Blocks that it does not see are null blocks. Changes nothing, and looks at each hash once in each pool.
     """
-    found: list[list[int]] = [[] for _ in pools]
-    gaps = [0] * len(pools)  # the number of hashes up to the last one that a pool lacks
-    length, visible = 0, [0] * len(pools)
-    for count, block_hash in enumerate(hashes, 1):
-        for group, pool in enumerate(pools):
-            if (block := pool.block_of(block_hash)) is None:
-                gaps[group], block = count, pool.null_block
-            found[group].append(block)
-        if any(gap and pool.window is None for gap, pool in zip(gaps, pools, strict=True)):
-            break
-        firsts = [pool.first_visible(count * pool.block_size) for pool in pools]
-        if all(gap <= first for gap, first in zip(gaps, firsts, strict=True)):
-            length, visible = count, firsts
+    found = list[list[int | None]]()
+    for pool in pools:
+        found.append(pool.blocks_of(hashes))
+        hashes = hashes[: len(found[-1])]  # no longer prefix is cached
+    visible = (pool.visible_lengths(blocks[: len(hashes)]) for pool, blocks in zip(pools, found, strict=True))
+    length = reduce(and_, visible).bit_length() - 1
+    firsts = (pool.first_visible(length * pool.block_size) for pool in pools)
     return [
-        [pool.null_block] * first + blocks[first:length]
-        for pool, blocks, first in zip(pools, found, visible, strict=True)
+        [pool.null_block] * first + [block for block in blocks[first:length] if block is not None]
+        for pool, blocks, first in zip(pools, found, firsts, strict=True)
     ]
 
 
@@ -309,6 +323,7 @@ class BlockAllocator:
             return False
         tables = (blocks + self._allocate(group, missing) for group, blocks in enumerate(reused))
         sequence.blocks = tuple(array("i", blocks) for blocks in tables)
+        sequence.passed = [blocks.count(pool.null_block) for pool, blocks in zip(self.pools, reused, strict=True)]
         sequence.capacity = (count + missing) * size
         sequence.num_registered = count
         sequence.num_computed = count * size
@@ -344,14 +359,15 @@ class BlockAllocator:
     def release_before(self, sequence: Sequence, position: int) -> None:
         """Releases the blocks that the sequence's tokens at `position` and later do not see; full ones stay cached."""
         for group, pool in self._windowed:
-            blocks = sequence.blocks[group]
-            first, stop = blocks.count(pool.null_block), pool.first_visible(position)
+            first, stop = sequence.passed[group], pool.first_visible(position)
             if stop > first:
+                blocks = sequence.blocks[group]
                 self._mark_unverified(sequence, group)
                 released = tuple(
                     blocks[first:stop] if other == group else array("i") for other in range(len(self.pools))
                 )
                 blocks[first:stop] = array("i", [pool.null_block]) * (stop - first)
+                sequence.passed[group] = stop
                 self._in_flight.release(released)
 
     def release(self, sequence: Sequence) -> None:
@@ -378,7 +394,7 @@ class BlockAllocator:
             pool.invalidate(passed)
 
     def drop_rows(self, sequence: Sequence, start: int, stop: int) -> None:
-        """Marks the blocks of computed rows that the sequence ends without: their values may not be finite."""
+        """Marks the blocks of computed rows that the sequence goes on without: their values may not be finite."""
         if stop > start:
             self._mark_dirty(sequence, start // self._size)
 
@@ -398,16 +414,16 @@ class BlockAllocator:
         return [f"cache group {group}: {each}" for group, of_group in enumerate(found) for each in of_group]
 
     def _leader_blocks(self, leader: Sequence) -> list[list[int]] | None:
-        """The leader's complete, read-only prompt blocks, without that of the last prompt token.
+        """The leader's complete, read-only prompt blocks, without the block of the last prompt token.
 
         None if the leader has released a block that the fork's first token sees.
         """
         count = (leader.n_prompt - 1) // self._size
         start = count * self._size if leader.ahead else leader.n_prompt - 1
         reused = []
-        for pool, blocks in zip(self.pools, leader.blocks, strict=True):
+        for pool, blocks, passed in zip(self.pools, leader.blocks, leader.passed, strict=True):
             first = pool.first_visible(start)
-            if pool.window is not None and blocks.count(pool.null_block) > first:
+            if passed > first:
                 return None
             reused.append([pool.null_block] * first + blocks[first:count].tolist())
         return reused
@@ -430,8 +446,9 @@ class BlockAllocator:
         A row with finite logits shows that the values that it sees are finite. The first such row is the prompt's last.
         """
         pool = self.pools[group]
-        if (unseen := sequence.n_prompt - (pool.window or 0)) > 0:
-            self._dirty[group].update(pool.held(sequence.blocks[group][: pool.needed(unseen)]))
+        unseen, passed = sequence.n_prompt - (pool.window or 0), sequence.passed[group]
+        if unseen > passed * self._size:
+            self._dirty[group].update(sequence.blocks[group][passed : pool.needed(unseen)])
 
     def _hashes(self, sequence: Sequence, count: int) -> list[bytes]:
         """Hashes of the first `count` blocks."""

@@ -168,8 +168,9 @@ class Scheduler:
     def commit(self, plan: BatchPlan, result: StepResult) -> StepReport:
         """Applies the step's results, except for sequences that have ended in the meantime.
 
-        Rows of a sequence are accepted in order, until one of them ends the sequence or has no mask; the others are
-        dropped: their tokens, and their keys and values, are not part of the sequence.
+        Rows of a sequence are accepted in order, until one of them ends the sequence, has no mask, or samples another
+        token than its draft; the others are dropped: their tokens, and their keys and values, are not part of the
+        sequence.
         """
         self._in_flight.complete(plan)
         events, scores, failed = list[SampledEvent](), list[PromptScores](), list[RequestFailed]()
@@ -204,10 +205,13 @@ class Scheduler:
                         tokens.append(token)
                 index = length - sequence.n_prompt
                 events.append(SampledEvent(request.id, index, token, sampled.logprob, sampled.top, finish))
-                if finish:
+                is_last = length >= chunk.stop
+                if finish or not (is_last or token == chunk.drafts[length - chunk.stop]):
                     self._allocator.drop_rows(sequence, length, chunk.stop)
-                    self._end(sequence)
-                if finish or length >= chunk.stop:
+                    if finish:
+                        self._end(sequence)
+                    break
+                if is_last:
                     break
                 sampled = rows[length - chunk.stop]  # the last row ends where the chunk does
         return StepReport(events=tuple(events), scores=tuple(scores), failed=tuple(failed), counters=self.counters)

@@ -15,9 +15,10 @@ from torch import Tensor
 from app.common.types import Request, SamplingParams
 from app.engine.sampling.parameters import SamplingInput
 from app.engine.sampling.sampler import sample
-from app.engine.scheduling.batch_plan import BatchPlan, Chunk, Sequence
+from app.engine.scheduling.batch_plan import BatchPlan, Chunk, Sequence, StepResult
 from model.config import ModelConfig
 from model.nn.reference import generate, logits
+from tests.support.engine.drafting_scheduler import DraftingScheduler
 from tests.support.engine.mixed_requests import serve
 from tests.support.engine.parity import alone, expect_parity
 from tests.support.model.tiny_models import round_weights_for, run_all, tiny_config, tiny_decoder, tiny_engine
@@ -125,20 +126,51 @@ def test_engine_samples_the_tokens_of_the_oracle(shape: tuple[int, int, int, int
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_of_one_chunk_sample_what_they_sample_one_by_one(dtype: torch.dtype) -> None:
-    """Beside a chunk that samples its last row only; all tokens are known, as if they had been guessed."""
+    """Beside a chunk that samples its last row only; the drafts are right."""
     requests = [msgspec.structs.replace(request, max_tokens=9) for request in _requests(6, seed=3)]
     decoder, chunks = tiny_decoder(dtype=dtype), list[Chunk]()
     events = run_all(tiny_engine(decoder, blocks=200), requests)
     for i, request in enumerate(requests):
-        tokens = array("q", [*request.prompt, *(event.token or 0 for event in events[request.id][:-1])])
-        sequence = Sequence(request=request, tokens=tokens, arrival=i, blocks=array("i", range(20 * i, 20 * i + 20)))
-        chunks.append(Chunk(sequence, 0, len(tokens), len(request.prompt) - 1 if i % 3 else None))
+        drawn = [event.token or 0 for event in events[request.id][:-1]]
+        known, drafts = (request.prompt, tuple(drawn)) if i % 3 else ((*request.prompt, *drawn), ())
+        blocks = (array("i", range(20 * i, 20 * i + 20)),)
+        sequence = Sequence(request=request, tokens=array("q", known), arrival=i, blocks=blocks)
+        chunks.append(Chunk(sequence, 0, len(known) + len(drafts), drafts))
     sampled = tiny_engine(decoder, blocks=200, tokens_per_step=2000).runner.run(BatchPlan(tuple(chunks))).sampled
     for chunk in chunks:
         own = events[chunk.sequence.request.id][-len(chunk.sampled_rows) :]
         rows = sampled[chunk.sequence.request.id]
         assert [(row.token, row.logprob, row.top) for row in rows] == [(e.token, e.logprob, e.top) for e in own]
     assert [len(rows) for rows in sampled.values()] == [1, 9, 9] * 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_drafts_change_no_bit(dtype: torch.dtype) -> None:
+    """Right and wrong ones: every decode computes two rows."""
+    requests, rng = (
+        [msgspec.structs.replace(request, max_tokens=20) for request in _requests(6, seed=4)],
+        random.Random(1),
+    )
+    decoder = tiny_decoder(dtype=dtype)
+    expected = run_all(tiny_engine(decoder, blocks=200), requests)
+    engine = tiny_engine(decoder, blocks=200)
+    engine.scheduler.__class__ = DraftingScheduler
+
+    def guess(sequence: Sequence) -> int:
+        right = expected[sequence.request.id][sequence.num_generated :]
+        return right[0].token if right and right[0].token is not None and rng.random() < 0.5 else 5
+
+    engine.scheduler.guess = guess  # type: ignore[attr-defined]
+    steps, run = list[int](), engine.runner.run
+
+    def counted(plan: BatchPlan) -> StepResult:
+        steps.append(sum(bool(chunk.drafts) for chunk in plan.chunks))
+        return run(plan)
+
+    engine.runner.run = counted  # type: ignore[method-assign]
+    assert run_all(engine, requests) == expected
+    n_tokens = sum(len(events) for events in expected.values())
+    assert n_tokens / 2 < sum(steps) < n_tokens - 10, "some drafts were right, and not all"
 
 
 def test_scores_in_pieces_of_any_size_equal_the_reference(way: str, monkeypatch: pytest.MonkeyPatch) -> None:

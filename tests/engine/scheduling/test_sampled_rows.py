@@ -1,41 +1,32 @@
-"""Chunks that sample several rows: commit() accepts their tokens in order, and drops the rows after an end.
-
-The simulated device computes the token that a row is expected to have as if it had been guessed right.
-"""
+"""Chunks with drafts sample several rows: commit() accepts tokens in order, and drops the rows after a wrong draft."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 
 from app.common.types import FinishReason, Request, SamplingParams, StepReport
 from app.engine.sampling.sampled_token import MASK_NOT_READY, SampledToken
-from app.engine.scheduling.batch_plan import BatchPlan, Chunk, StepResult
+from app.engine.scheduling.batch_plan import BatchPlan, Chunk, Sequence, StepResult
 from app.engine.scheduling.block_allocator import BlockAllocator, BlockPool, find_prefix
 from app.engine.scheduling.scheduler import NOT_FINITE, Scheduler, StepLimits
-from tests.support.engine.scheduler_simulation import EOS, VOCAB, Delivered, SimulatedDevice, Windows, expected_output
+from tests.support.engine.drafting_scheduler import DraftingScheduler
+from tests.support.engine.scheduler_simulation import (
+    EOS,
+    VOCAB,
+    Delivered,
+    SimulatedDevice,
+    Windows,
+    drawn_token,
+    expected_output,
+)
 
 SIZE = 4
 """Tokens of a block."""
-
-
-class Pairs(Scheduler):
-    """Decodes two rows of a sequence at a time, if there is a block for the second one."""
-
-    def _plan_decodes(self) -> list[Chunk]:
-        return [self._pair(chunk) for chunk in super()._plan_decodes()]
-
-    def _pair(self, chunk: Chunk) -> Chunk:
-        sequence = chunk.sequence
-        if chunk.stop >= sequence.capacity:
-            if not self._allocator.available:
-                return chunk
-            for group, blocks in enumerate(sequence.blocks):
-                blocks.extend(self._allocator._allocate(group, 1))
-            sequence.capacity += SIZE
-        return Chunk(chunk.sequence, chunk.start, chunk.stop + 1, chunk.start)
 
 
 class Device(SimulatedDevice):
@@ -67,15 +58,24 @@ class Run:
         self,
         *requests: Request,
         blocks: int = 64,
-        scheduler: type[Scheduler] = Pairs,
+        scheduler: type[Scheduler] = DraftingScheduler,
         windows: Windows = (None,),
+        guess: Callable[[Sequence], int] | None = None,
     ) -> None:
+        """guess: of the token after the known ones; None guesses right."""
         pools = [BlockPool(blocks, SIZE, window=window) for window in windows]
         self.scheduler = scheduler(StepLimits(tokens_per_step=64, max_running=8), *pools)
         self.device, self.delivered = Device(windows), Delivered([])
+        if isinstance(self.scheduler, DraftingScheduler):
+            self.scheduler.guess = guess or partial(self._next_token, windows)
         self.plans: list[BatchPlan] = []
         self.failed: dict[str, str] = {}
         self.add(*requests)
+
+    @staticmethod
+    def _next_token(windows: Windows, sequence: Sequence) -> int:
+        known = [{i: (i, token) for i, token in enumerate(sequence.tokens)}] * len(windows)
+        return drawn_token(sequence.request, known, len(sequence.tokens), windows)
 
     def add(self, *requests: Request) -> None:
         for request in requests:
@@ -118,10 +118,10 @@ def _tokens(request: Request) -> list[int]:
 
 
 def test_rows_of_a_chunk_are_sampled_from_the_given_one_on() -> None:
-    sequence = Pairs(StepLimits(tokens_per_step=8, max_running=1), BlockPool(1, SIZE))
+    sequence = DraftingScheduler(StepLimits(tokens_per_step=8, max_running=1), BlockPool(1, SIZE))
     sequence.add(_request("r"))
     waiting = sequence.waiting[0]
-    rows = [Chunk(waiting, *bounds).sampled_rows for bounds in ((0, 2), (0, 3), (2, 3, 2), (2, 5, 2))]
+    rows = [Chunk(waiting, *bounds).sampled_rows for bounds in ((0, 2), (0, 3), (2, 3), (2, 5, (7, 8)))]
     assert [list(each) for each in rows] == [[], [2], [2], [2, 3, 4]]
 
 
@@ -281,7 +281,8 @@ def test_pairs_give_the_tokens_of_single_rows(windows: Windows) -> None:
         ]
         late = {(r.id, rng.randint(0, 9)): MASK_NOT_READY for r in requests if r.grammar}
         runs = [
-            Run(*requests, blocks=rng.randint(6, 8), scheduler=each, windows=windows) for each in (Scheduler, Pairs)
+            Run(*requests, blocks=rng.randint(6, 8), scheduler=each, windows=windows)
+            for each in (Scheduler, DraftingScheduler)
         ]
         for run in runs:
             run.device.planted = dict(late)
@@ -290,6 +291,37 @@ def test_pairs_give_the_tokens_of_single_rows(windows: Windows) -> None:
         assert single == pairs == [_expected(request, windows) for request in requests]
         scores = {request.id: expected_output(request, windows).scores[request.id] for request in requests}
         assert runs[0].delivered.scores == runs[1].delivered.scores == scores
-        n_pairs += sum(chunk.sample_from is not None for plan in runs[1].plans for chunk in plan.chunks)
+        n_pairs += sum(bool(chunk.drafts) for plan in runs[1].plans for chunk in plan.chunks)
         n_preempted += runs[1].scheduler.preemptions
     assert n_pairs > 1000 and (n_preempted > 20 or None not in windows)  # a window leaves enough blocks
+
+
+@pytest.mark.parametrize("windows", [(None,), (5,), (None, 6)])
+def test_wrong_guesses_change_no_token(windows: Windows) -> None:
+    rng, n_steps, n_tokens = random.Random(6), 0, 0
+    for _ in range(40):
+        requests = [_request(f"r{i}", rng.randint(1, 9), first=9 * i, max_tokens=12) for i in range(rng.randint(1, 6))]
+        right = partial(Run._next_token, windows)
+
+        def guess(sequence: Sequence, right: Callable[[Sequence], int] = right) -> int:
+            return (right(sequence) + rng.choice([0, 1])) % VOCAB
+
+        run = Run(*requests, blocks=8, windows=windows, guess=guess).finish()
+        assert [run.events(r.id) for r in requests] == [_expected(r, windows) for r in requests]
+        n_steps += sum(len(plan.chunks) for plan in run.plans)
+        n_tokens += sum(len(run.delivered.events[r.id]) for r in requests)
+    assert n_tokens / 2 < n_steps < n_tokens, "some guesses were right"
+
+
+def test_block_of_a_wrong_guess_is_cleared_for_its_next_owner() -> None:
+    """Its values may not be finite. The sequence itself overwrites them."""
+    run = Run(_request("r", 6, max_tokens=9), blocks=4, guess=lambda _: VOCAB + 1)
+    run.step()
+    run.step()
+    (sequence,) = run.scheduler.running
+    assert len(sequence.tokens) == 8 and sequence.num_computed == 7
+    dirty = sequence.blocks[0][1]
+    run.scheduler.cancel("r")
+    run.add(_request("next", 16, first=20, max_tokens=1))
+    run.step()
+    assert run.plans[-1].clear == ((0, dirty),)

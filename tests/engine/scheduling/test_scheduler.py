@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
+from itertools import product
 from typing import Any
 
 import msgspec
@@ -177,7 +178,7 @@ def test_first_released_block_is_evicted_first() -> None:
         pool.allocate(3)
     assert pool.available == 2, "no block may be allocated"
     pool.allocate(1)
-    assert pool.block_of(b"old") is None and pool.block_of(b"new") is not None
+    assert find_prefix([pool], [b"old"]) == [[]] and find_prefix([pool], [b"new"]) != [[]]
 
 
 def test_block_hash_depends_on_weights_key_and_all_earlier_tokens() -> None:
@@ -271,22 +272,47 @@ def test_prefix_needs_only_the_cached_blocks_that_its_next_token_sees() -> None:
 
 
 def test_search_for_a_prefix_looks_at_each_hash_once() -> None:
-    """Where half of the blocks are missing, a search that starts again would take the square of the prompt's length."""
-
-    class Counting(BlockPool):
-        lookups = 0
-
-        def block_of(self, block_hash: bytes) -> int | None:
-            Counting.lookups += 1
-            return super().block_of(block_hash)
-
+    """Where blocks are missing, a search that starts again would take the square of the prompt's length."""
     names = [bytes([i // 256, i % 256]) for i in range(1000)]
-    pools = [Counting(1000, 4, window=window) for window in (40, 60)]
-    for pool in pools:
+    looked_up = Counter[int]()
+    pools = [BlockPool(1000, 4, window=window) for window in (40, 60, None)]
+    for number, pool in enumerate(pools):
         for index, block in enumerate(pool.allocate(1000)):
             if index % 4 != 3:
                 pool.register_prefix(block, names[index])
-    assert find_prefix(pools, names) == [[0, 1, 2], [0, 1, 2]] and Counting.lookups == 2000
+        pool._block_of = _CountedDict(pool._block_of, looked_up, number)
+    assert find_prefix(pools[:2], names) == [[0, 1, 2]] * 2 and looked_up == {0: 1000, 1: 1000}
+    looked_up.clear()
+    assert find_prefix(pools[::-1], names) == [[0, 1, 2]] * 3 and looked_up == {2: 4, 1: 3, 0: 3}
+
+
+class _CountedDict(dict[bytes, int]):
+    def __init__(self, known: dict[bytes, int], counts: Counter[int], number: int) -> None:
+        super().__init__(known)
+        self._counts, self._number = counts, number
+
+    def get(self, key: bytes, default: Any = None) -> Any:
+        self._counts[self._number] += 1
+        return super().get(key, default)
+
+
+def test_prefix_of_every_set_of_cached_blocks_is_the_longest_that_the_windows_allow() -> None:
+    """Against the definition, for all sets of 7 blocks in two pools."""
+    names = [bytes([i]) for i in range(7)]
+    for windows in ((None,), (1,), (4,), (6,), (9, None), (3, 14)):
+        for sets in product(range(128), repeat=len(windows)):
+            if len(windows) > 1 and sum(sets) % 7:
+                continue
+            pools = [BlockPool(7, 4, window=window) for window in windows]
+            for pool, chosen in zip(pools, sets, strict=True):
+                for block in pool.allocate(7):
+                    if chosen >> block & 1:
+                        pool.register_prefix(block, names[block])
+            (length,) = {len(blocks) for blocks in find_prefix(pools, names)}
+            for count in range(8):
+                needed = [range(0 if w is None else max(0, 4 * count - w + 1) // 4, count) for w in windows]
+                fits = all(chosen >> i & 1 for chosen, each in zip(sets, needed, strict=True) for i in each)
+                assert count <= length if fits else count != length, (windows, sets)
 
 
 def test_hit_is_the_longest_prefix_that_all_groups_have() -> None:

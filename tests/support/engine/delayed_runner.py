@@ -125,4 +125,4 @@ def _copy(chunk: Chunk) -> Chunk:
     now = chunk.sequence
     then = Sequence(request=now.request, tokens=now.tokens[:], arrival=now.arrival)
     then.blocks = tuple(blocks[:] for blocks in now.blocks)
-    return Chunk(then, chunk.start, chunk.stop, chunk.sample_from)
+    return Chunk(then, chunk.start, chunk.stop, chunk.drafts)

@@ -65,18 +65,13 @@ class SimulatedDevice:
                 assert (group, source, offset) not in self.poison, "a poisoned slot was copied"
 
     def _write(self, chunk: Chunk) -> None:
-        """Computes the rows of a chunk; tokens after the known ones are what the rows before them sample."""
-        sequence, tokens = chunk.sequence, chunk.sequence.tokens[:]
-        for position in range(chunk.start, chunk.stop):
-            if position == len(tokens):
-                read = self._read(sequence, position - 1, position)
-                tokens.append(_drawn(sequence.request, read, position, self.windows))
-            for slot in self._slots(sequence, position):
-                self.slots[slot] = (position, tokens[position])
+        for position, token in enumerate(chunk.tokens, chunk.start):
+            for slot in self._slots(chunk.sequence, position):
+                self.slots[slot] = (position, token)
 
     def _draw(self, chunk: Chunk, read: dict[str, list[Known]]) -> tuple[SampledToken, ...]:
         request = chunk.sequence.request
-        rows = (_drawn(request, read[request.id], row + 1, self.windows) for row in chunk.sampled_rows)
+        rows = (drawn_token(request, read[request.id], row + 1, self.windows) for row in chunk.sampled_rows)
         return tuple(map(SampledToken, rows))
 
     def _score(self, chunk: Chunk, read: dict[str, list[Known]]) -> tuple[TokenScore, ...]:
@@ -106,7 +101,7 @@ Known = dict[int, tuple[int, int]]
 """Position -> what is in its slot: position and token."""
 
 
-def _drawn(request: Request, groups: list[Known], position: int, windows: Windows) -> int:
+def drawn_token(request: Request, groups: list[Known], position: int, windows: Windows) -> int:
     """The model: the token at a position is a hash of all (position, token) that the row before it sees."""
     visible = [0 if window is None else max(0, position - window) for window in windows]
     seen = [read[i] for read, first in zip(groups, visible, strict=True) for i in range(first, position)]
@@ -115,7 +110,7 @@ def _drawn(request: Request, groups: list[Known], position: int, windows: Window
 
 def _scored(request: Request, groups: list[Known], position: int, windows: Windows) -> float:
     """The score of a prompt token: a hash of the tokens that the row before it sees, and of itself."""
-    return float(hash((_drawn(request, groups, position, windows), request.prompt[position])))
+    return float(hash((drawn_token(request, groups, position, windows), request.prompt[position])))
 
 
 def step(scheduler: Scheduler, device: SimulatedDevice) -> tuple[BatchPlan, StepReport]:
@@ -176,7 +171,7 @@ def expected_output(request: Request, windows: Windows = (None,)) -> Delivered:
     while not delivered.finished:
         index, token = len(known) - len(request.prompt), None
         if request.max_tokens:
-            token = _drawn(request, read, len(known), windows)
+            token = drawn_token(request, read, len(known), windows)
             known[len(known)] = (len(known), token)
         is_last = len(known) == len(request.prompt) + request.max_tokens
         finish = FinishReason.STOP if token in request.stop_ids else FinishReason.LENGTH if is_last else None

@@ -73,7 +73,7 @@ struct BF16 : PairSteps {
 };
 
 // Rounds a row to integers and a scale, with which its largest number becomes `largest` or its negative; a row of zeros
-// stays zero. The bits are those of quantize() in app/engine/quantization/quantized_weights.py.
+// stays zero. quantize() in app/engine/quantization/quantized_weights.py computes the same bits.
 template <class Number>
 float round_to_integers(const Number* x, int k, int largest, int8_t* codes) {
     float most[kLanes] = {};  // of each lane, so that the loop is vectorized
