@@ -21,6 +21,8 @@ Size = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Positive = Annotated[float, Meta(gt=0, le=2**53)]
 """JSON integers can have any length: larger ones are not exact as floats."""
+RopeFactor = Annotated[float, Meta(ge=2**-20, le=2**53)]
+"""A smaller one makes angles overflow."""
 RopeBase = Annotated[float, Meta(ge=1, le=2**53)]
 """A smaller one makes wavelengths grow shorter, and overflows if it is tiny."""
 
@@ -68,7 +70,7 @@ class Rope:
     dim: Size | None = None
     """Number of dimensions of each head that are rotated; None means all."""
     kind: RopeKind = "default"
-    factor: Positive = 1.0
+    factor: RopeFactor = 1.0
     low_freq_factor: Positive = 1.0
     high_freq_factor: Positive = 4.0
     original_context: Size = 8192

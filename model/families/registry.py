@@ -6,6 +6,7 @@ NATIVE is our own layout (the fields of ModelConfig, our tensor names), for deco
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from dataclasses import MISSING, asdict, fields
 from typing import Any
 
@@ -29,16 +30,34 @@ def _read_native(raw: Raw) -> ModelConfig:
     if missing := sorted(required - raw.keys()):
         raise ConfigError(f"keys are missing: {', '.join(missing)}")
     values = {name: value for name, value in raw.items() if name in _FIELDS}
+    if not isinstance(values["layer_kinds"], list | tuple):
+        raise ConfigError(f"layer_kinds must be a list, not {values['layer_kinds']!r:.40}")
     if len(values["layer_kinds"]) > MAX_LAYER_KINDS:  # each takes time to check
         raise ConfigError(
             f"layer_kinds has {len(values['layer_kinds'])} kinds, at most {MAX_LAYER_KINDS} are supported"
         )
-    values["layer_kinds"] = tuple(
-        LayerKind(**{**kind, "rope": Rope(**kind["rope"]) if kind.get("rope") else None})
-        for kind in values["layer_kinds"]
-    )
-    values["layer_types"] = tuple(values.get("layer_types", ()))
-    return ModelConfig(**values)
+    values["layer_kinds"] = tuple(map(_read_layer_kind, values["layer_kinds"]))
+    types = values.get("layer_types", ())
+    if not isinstance(types, list | tuple):
+        raise ConfigError(f"layer_types must be a list of indices, not {types!r:.40}")
+    return ModelConfig(**{**values, "layer_types": tuple(types)})
+
+
+def _read_layer_kind(raw: object) -> LayerKind:
+    values = _read_object(raw, LayerKind, "an entry of layer_kinds")
+    if values.get("rope") is not None:
+        values["rope"] = Rope(**_read_object(values["rope"], Rope, "the rope of a layer kind"))
+    return LayerKind(**values)
+
+
+def _read_object(raw: object, of: type[LayerKind | Rope], what: str) -> dict[str, Any]:
+    """Values by the names of fields. Raises ConfigError."""
+    if not isinstance(raw, Mapping):
+        raise ConfigError(f"{what} must be an object, not {raw!r:.40}")
+    allowed = [field.name for field in fields(of)]
+    if unknown := sorted(raw.keys() - set(allowed)):
+        raise ConfigError(f"{what} has the unknown key {unknown[0]!r:.40}; allowed: {', '.join(allowed)}")
+    return dict(raw)
 
 
 def _with_layer_kinds(raw: Raw) -> Raw:

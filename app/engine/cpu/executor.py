@@ -16,7 +16,7 @@ import numpy as np
 
 from app.engine.cpu.library import HugepageAllocator, Shape, Step, address_of, zeros
 from app.engine.cpu.packed_decoder import BLOCK, PackedDecoder, ReadTensor, padded_head_dim
-from app.engine.scheduling.batch_plan import BatchPlan, Chunk
+from app.engine.scheduling.batch_plan import BatchPlan, Chunk, chunks_with
 from model.config import ModelConfig
 from model.number_formats import Array
 from model.weight_formats import WeightFormat
@@ -79,6 +79,8 @@ class NativeExecutor:
         """Replace it to compute with other threads: the same bits."""
         self._logits = np.empty((0, decoder.logits_columns), np.float32)
         self._view, self._view_address = self._logits[:, : config.vocab_size], 0  # what logits() returned last
+        self.not_finite: Items[Chunk] = ()
+        self._finite, self._finite_address = bytearray(), 0
         self.seconds: array[float] | None = None
         """Profile: one entry for each operation of `decoder`, which adds its duration; None turns profiling off."""
 
@@ -110,8 +112,14 @@ class NativeExecutor:
                 chunks += [others.buffer_info()[0] for others in tables[1:]]
         table = array("q", chunks)
         addresses = (tokens.buffer_info()[0], table.buffer_info()[0])
-        step = Step(len(tokens), len(plan.chunks), *addresses, self.seconds and self.seconds.buffer_info()[0])
+        seconds = self.seconds and self.seconds.buffer_info()[0]
+        if len(tokens) > len(self._finite):
+            self._finite = bytearray(len(tokens))
+            self._finite_address = ctypes.addressof(ctypes.c_char.from_buffer(self._finite))
+        step = Step(len(tokens), len(plan.chunks), *addresses, seconds, self._finite_address)
         self._library.ink_run(self.session.handle, ctypes.byref(step))
+        is_finite = self._finite.find(0, 0, len(tokens)) < 0
+        self.not_finite = () if is_finite else chunks_with(self._finite, plan.chunks)
         return plan.chunks
 
     def logits(self, rows: Items[int]) -> Array:

@@ -129,7 +129,7 @@ class Step(Structure):
 
     _fields_ = (
         *((name, c_int32) for name in ("n_rows", "n_chunks")),
-        *((name, c_void_p) for name in ("tokens", "chunks", "seconds")),
+        *((name, c_void_p) for name in ("tokens", "chunks", "seconds", "finite")),
     )
 
 

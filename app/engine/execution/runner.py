@@ -26,6 +26,8 @@ class StepExecutor(Protocol):
     """A decoder with its KV cache. The bits of a row depend on its own sequence only."""
 
     config: ModelConfig
+    not_finite: Items[Chunk]
+    """What chunks_with() of app/engine/scheduling/batch_plan.py finds in the last step: no window or chunk hides it."""
 
     def run(self, plan: BatchPlan) -> Items[Chunk]:
         """Clears and copies blocks as planned, then computes every chunk; returns the chunks in the order of rows."""
@@ -36,6 +38,7 @@ class StepExecutor(Protocol):
         ...
 
 
+_NOT_FINITE = SampledToken(None)
 _PIECE_BYTES = 8 << 20
 """Bytes of float32 prompt logits that are scored at once; bounds the memory of a few copies of them."""
 
@@ -97,7 +100,10 @@ class Runner:
         fault("engine.forward", plan)
         chunks = self.executor.run(plan)
         scores = self._score(chunks)  # first: once grammars have accepted tokens, a retry must rebuild them
-        return StepResult(self._draw(chunks), scores)
+        sampled = self._draw(chunks)
+        for chunk in self.executor.not_finite:
+            sampled[chunk.sequence.request.id] = (_NOT_FINITE,)
+        return StepResult(sampled, scores)
 
     def warm_up(self, max_rows: int) -> None:
         """Runs the shapes that real steps have, so that the first request does not pay for first calls."""

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from app.engine.memory.cache_groups import CacheGroup, cache_groups, cache_places
 from app.engine.memory.memory_plan import TILE
-from app.engine.scheduling.batch_plan import BatchPlan, Chunk
+from app.engine.scheduling.batch_plan import BatchPlan, Chunk, chunks_with
 from model.nn.attention import CrossAttend, masked_positions
 from model.nn.interpreter import Interpreter
 from model.nn.layers import cache_attributes
@@ -121,9 +121,13 @@ class _PagedAttend:
         """places: see cache_places()."""
         self._places = places
         self._steps = steps
+        self.finite_T: Tensor
+        """Whether the keys and values of each row are finite, after the last layer."""
 
     def __call__(self, layer: int, q_THC: Tensor, k_TKC: Tensor, v_TKC: Tensor) -> Tensor:
         group, place = self._places[layer]
+        if layer == len(self._places) - 1:  # a row attends to itself, so it hands on what is not finite
+            self.finite_T = (k_TKC.isfinite() & v_TKC.isfinite()).flatten(1).all(1)
         cache, slots_X, row_groups = self._steps[group]
         cache.write(place, k_TKC, v_TKC, slots_X)
         return attend_groups(cache, place, row_groups, q_THC)
@@ -241,6 +245,7 @@ class TorchExecutor:
         self._caches = [KVCache(decoder, group, blocks=blocks, block_size=block_size) for group in groups]
         self._attend_sources = attend_sources
         self._hidden_TD = torch.empty(0)
+        self.not_finite: Items[Chunk] = ()
         self._smallest = min(parameter.numel() for parameter in decoder.parameters() if parameter.ndim == 2)
 
     @torch.inference_mode()
@@ -255,7 +260,10 @@ class TorchExecutor:
             slots_X = cache.slot_rows(blocks_T, positions_T % cache.block_size)
             steps.append(_GroupStep(cache, slots_X, [_row_group(cache, index, group) for group in groups]))
         cross = self._attend_sources(groups) if self._attend_sources else None
-        self._hidden_TD = self._interpret(tokens_T, positions_T, _PagedAttend(self._places, steps), cross)
+        attend = _PagedAttend(self._places, steps)
+        self._hidden_TD = self._interpret(tokens_T, positions_T, attend, cross)
+        has_prompts = any(chunk.stop - chunk.start > 1 or not chunk.samples for chunk in chunks)
+        self.not_finite = chunks_with(attend.finite_T.tolist(), chunks) if has_prompts else []
         return chunks
 
     @torch.inference_mode()

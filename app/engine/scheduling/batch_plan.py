@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 from msgspec import Struct
@@ -138,6 +139,19 @@ class Chunk(Struct, frozen=True, gc=False):
         rows = range(self.start, min(self.stop, len(self.sequence.request.prompt) - 1))
         first = max(rows.start, self.sequence.num_scored)
         return range(first + 1, rows.stop + 1) if self.sequence.num_unscored else range(0)
+
+
+def chunks_with(finite: Items[int], chunks: Items[Chunk]) -> list[Chunk]:
+    """Chunks with a row whose keys or values are not finite: 0 in `finite`, which has the rows of all chunks.
+
+    A chunk of one row that is sampled does not count: its logits tell.
+    """
+    found, end = [], 0
+    for chunk in chunks:
+        start, end = end, end + chunk.stop - chunk.start
+        if (end - start > 1 or not chunk.samples) and 0 in finite[start:end]:
+            found.append(chunk)
+    return found
 
 
 class BatchPlan(Struct, frozen=True):

@@ -238,7 +238,7 @@ def test_our_own_layout_refuses_unknown_keys() -> None:
     with pytest.raises(ConfigError, match="'rope_scaling' belongs into layer_kinds"):
         read_config(raw | {"rope_scaling": {"kind": "linear", "factor": 2.0}})
     for kinds in ([{"stretch": 2.0}], [{"rope": {"stretch": 2.0}}], [3], 3, {"window": 3}, [{"rope": [1]}], None):
-        with pytest.raises(ConfigError, match="wrong type"):
+        with pytest.raises(ConfigError, match=r"unknown key|must be a list|must be an object"):
             read_config(raw | {"layer_kinds": kinds})
     with pytest.raises(ConfigError, match="100000 kinds, at most 64 are supported"):  # not after checking each
         read_config(raw | {"layer_kinds": [{"surprise": 1}] * 100_000})
@@ -258,6 +258,39 @@ UNIFORM: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"layer_kinds": None}, "^layer_kinds must be a list, not None$"),
+        ({"layer_kinds": [7]}, "^an entry of layer_kinds must be an object, not 7$"),
+        (
+            {"layer_kinds": [{"widow": 3}]},
+            "an entry of layer_kinds has the unknown key 'widow'; allowed: window, rope$",
+        ),
+        *[
+            ({"layer_kinds": [{"rope": rope}]}, "the rope of a layer kind must be an object")
+            for rope in (0, "", [], False)
+        ],
+        (
+            {"layer_kinds": [{"rope": {"base": 1}}]},
+            "the rope of a layer kind has the unknown key 'base'; allowed: theta",
+        ),
+        ({"layer_kinds": [{"rope": {"kind": "linear", "factor": 1e-320}}]}, "^factor of the rope cannot be"),
+        ({"layer_types": None}, "^layer_types must be a list of indices, not None$"),
+    ],
+)
+def test_wrong_layers_of_our_own_layout_are_named(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        read_config({"model_type": "inkstream", **asdict(tiny_config()), **change})
+    assert "\n" not in str(caught.value)
+
+
+def test_rope_without_keys_is_the_default_rotation() -> None:
+    raw = {"model_type": "inkstream", **asdict(tiny_config()), "layer_kinds": [{"rope": {}}, {"rope": None}]}
+    layers = {"n_layers": 2, "layer_types": [0, 1]}
+    assert read_config({**raw, **layers})[1].layer_kinds == (LayerKind(rope=Rope()), LayerKind())
+
+
 @pytest.mark.parametrize(("old", "change"), UNIFORM)
 def test_our_own_layout_of_version_0_2_is_read(old: dict[str, Any], change: dict[str, Any]) -> None:
     expected = tiny_config(norm_position="post", **change)
@@ -270,7 +303,7 @@ def test_our_own_layout_of_version_0_2_is_read(old: dict[str, Any], change: dict
     [
         ({"positions": "learned", "rotary_dim": 4}, "need rotary positions, not learned"),
         ({"positions": "none", "rope_scaling": {"kind": "linear", "factor": 2.0}}, "need rotary positions, not none"),
-        ({"rope_scaling": {"stretch": 2.0}}, "wrong type"),
+        ({"rope_scaling": {"stretch": 2.0}}, "unknown key 'stretch'"),
         ({"rope_scaling": {"kind": "yarn", "factor": 2.0}}, "kind of the rope cannot be 'yarn'"),
         ({"sliding_window": 0}, "window of a layer kind cannot be 0"),
     ],

@@ -64,5 +64,6 @@ struct InkStep {
     const int64_t* tokens;
     const int64_t* chunks;  // [n_chunks, 2 + n_groups]: the numbers of each InkChunk, with the blocks in place
     double* seconds;  // null, or one entry for each operation, which adds its duration
+    uint8_t* finite;  // null, or for each row whether its keys and values of the last layer are finite: so are all others
 };
 }

@@ -58,6 +58,7 @@ class Decoder : public Executor {
             const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
             if (step.seconds) step.seconds[i] += elapsed.count();
         }
+        if (step.finite) for_each_row([&](int row, int) { step.finite[row] = has_finite_values(row); });
     }
 
     void head(const int32_t* rows, int n_rows, float* logits, long stride) override {
@@ -74,6 +75,17 @@ class Decoder : public Executor {
     }
 
   private:
+    // Of the last layer, which wrote the register last: a row attends to itself, so it hands on what is not finite.
+    bool has_finite_values(int row) {
+        const float* k = floats(kQkv, row) + shape_.query_heads * shape_.head_width;
+        const int count = 2 * shape_.kv_heads * shape_.head_width, whole = count / kLanes * kLanes;
+        Floats zeros = {};  // NaN if a number is not finite
+        for (int i = 0; i < whole; i += kLanes) zeros = fma(load(k + i), Floats{}, zeros);
+        float zero = sum(zeros);
+        for (int i = whole; i < count; i++) zero += k[i] * 0.0f;
+        return zero == 0;
+    }
+
     float* floats(int id, int row) { return reinterpret_cast<float*>(at(id, row)); }
     Number* numbers(int id, int row) { return reinterpret_cast<Number*>(at(id, row)); }
     char* at(int id, int row) {
