@@ -372,7 +372,7 @@ class BlockAllocator:
 
     def release(self, sequence: Sequence) -> None:
         """Releases all blocks of a sequence once no step can use them any more; full ones stay cached."""
-        is_verified = len(sequence.tokens) - sequence.num_computed == 1 and sequence.has_prompt
+        is_verified = len(sequence.tokens) - sequence.num_computed <= 1 and sequence.has_prompt
         if not is_verified:  # no sampled row has shown yet that its values are finite
             self._mark_dirty(sequence, 0)
         else:

@@ -231,21 +231,23 @@ class Scheduler:
             return
         if sampled is MASK_NOT_READY:  # a later step computes the row again, with the same result
             return
-        is_sampled = sampled is not _NOT_SAMPLED
-        if not (sampled.finish or sampled.failure):  # those logits were not checked for being finite
-            sequence.num_computed = len(sequence.tokens) if is_sampled else chunk.stop
-            self._allocator.register_prefix(sequence)
         scored = result.scores[request_id] if positions else ()
-        if sampled.failure and scored is not None:
+        is_sampled = sampled is not _NOT_SAMPLED
+        has_result = sampled.token is not None or sampled.finish or sampled.failure
+        if scored is None or (is_sampled and not has_result):
+            failed.append(self._fail(sequence, NOT_FINITE))
+            return
+        if sampled.failure:
             failed.append(RequestFailed(request_id, sampled.failure, is_user_error=True))
             self._end(sequence)
-        elif scored is None or (is_sampled and sampled.token is None and not sampled.finish):
-            failed.append(self._fail(sequence, NOT_FINITE))
-        elif scored:
+            return
+        if not sampled.finish:  # those logits were not checked for being finite
+            sequence.num_computed = len(sequence.tokens) if is_sampled else chunk.stop
+            self._allocator.register_prefix(sequence)
+        if scored:
             scores.append(PromptScores(request_id, positions.start, scored))
             sequence.num_scored += len(scored)
-        if not sequence.ended:
-            self._allocator.release_before(sequence, sequence.num_computed)
+        self._allocator.release_before(sequence, sequence.num_computed)
 
     def violations(self) -> list[str]:
         """Violated invariants of the block accounting; tests check them after every step."""
