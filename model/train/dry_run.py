@@ -29,7 +29,7 @@ from model.train.finetune import apply_base_defaults, load_base
 from model.train.options import limits, shape
 from model.train.output_dir import free_bytes
 from model.train.reporting.console import duration, format_count, print_stdout
-from model.train.resources import meta_decoder, require_memory, sizes
+from model.train.resources import flops_per_token, meta_decoder, require_memory, sizes
 from model.train.step.trainer import build_trainer
 
 _REPEATS = 3
@@ -104,6 +104,7 @@ def forecast(options: argparse.Namespace) -> None:
     decoder = meta_decoder(config)
     need = sizes(decoder, options.optimizer, ema=options.ema, export_dtype=options.export_dtype)
     _print("parameters", describe_size(decoder.n_params))
+    _print("one token", f"{flops_per_token(config, dataset.row_tokens) / 1e6:,.4g} MFLOP, forward and backward")
     _print("text", dataset.corpus)
     on_disk, free = need.on_disk + tokens, free_bytes(Path(options.out))
     files = f"tokens {describe_bytes(tokens)}, snapshots {describe_bytes(2 * need.in_memory)}"

@@ -38,7 +38,7 @@ def test_dry_run_prints_the_whole_forecast_and_writes_nothing(
     assert main([*flags, "--steps", "7", "--dry-run"]) == 0
     printed = capsys.readouterr().out
     rows = {line.split()[0]: line for line in printed.splitlines()}
-    assert set(rows) == {"parameters", "text", "disk", "steps", "speed", "time", "memory", "it"}
+    assert set(rows) == {"parameters", "one", "text", "disk", "steps", "speed", "time", "memory", "it"}
     assert "1 documents, " in rows["text"]
     assert "7 of 128 tokens" in rows["steps"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["text.txt"]
