@@ -35,7 +35,7 @@ class Kind(IntEnum):
     ATTENTION = 3
     """Attention of the layer's queries over its cache."""
     ADD = 4
-    """A copy, which accumulates."""
+    """Adds the source to the target."""
     CROSS_ATTENTION = 5
     """Attention over the encoder's output; the weights compute keys and values once for each source."""
     EMBED = 6
@@ -107,7 +107,7 @@ def decoder_program(config: ModelConfig) -> list[Operation]:
     positions = (Weight("position_embedding", (config.context, width)),) if config.positions == "learned" else ()
     matrix = embedding if config.tied_head else Weight("untied_head", embedding.shape)
     bias = (Weight("head_bias", (config.vocab_size,)),) if config.head_bias else ()
-    norm = norm_weights(config, "norm") if config.final_norm else ()
+    norm = _norm_weights(config, "norm") if config.final_norm else ()
     return [
         Operation(Kind.EMBED, Register.TOKENS, Register.RESIDUAL, (embedding, *positions)),
         *_blocks(config, "blocks", config.n_layers, cross=config.n_encoder_layers > 0),
@@ -120,12 +120,12 @@ def encoder_program(config: ModelConfig) -> list[Operation]:
     """The operations that an encoder has of its own, after the embedding, which it shares with the decoder."""
     if not config.n_encoder_layers:
         return []
-    norm = norm_weights(config, "encoder_norm") if config.final_norm else ()
+    norm = _norm_weights(config, "encoder_norm") if config.final_norm else ()
     blocks = _blocks(config, "encoder_blocks", config.n_encoder_layers)
     return [*blocks, Operation(Kind.NORM, Register.RESIDUAL, Register.OUTPUT, norm)]
 
 
-def norm_weights(config: ModelConfig, name: str) -> tuple[Weight, ...]:
+def _norm_weights(config: ModelConfig, name: str) -> tuple[Weight, ...]:
     """Weights of a norm over the width; none if it does nothing."""
     if config.norm == "none":
         return ()
@@ -163,11 +163,11 @@ def _block(config: ModelConfig, name: str, *, cross: bool) -> Iterator[Operation
     heads, kv_heads = config.n_heads * config.head_dim, 2 * config.n_kv_heads * config.head_dim
 
     def before(norm: str, target: Register = normed) -> Operation:
-        return Operation(Kind.NORM, residual, target, () if is_post else norm_weights(config, f"{name}.{norm}"))
+        return Operation(Kind.NORM, residual, target, () if is_post else _norm_weights(config, f"{name}.{norm}"))
 
     def after(norm: str) -> Iterator[Operation]:
         if is_post:
-            yield Operation(Kind.NORM, residual, residual, norm_weights(config, f"{name}.{norm}"))
+            yield Operation(Kind.NORM, residual, residual, _norm_weights(config, f"{name}.{norm}"))
 
     yield before("norm_attention")
     if is_parallel:

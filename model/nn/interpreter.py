@@ -20,8 +20,8 @@ class Interpreter:
 
     def __init__(self, decoder: Decoder) -> None:
         """The modules are looked up once: quantize them before."""
-        self._decoder, self._config = decoder, decoder.config
         config = decoder.config
+        self._decoder, self._config = decoder, config
         modules: dict[str, Any] = {**dict(decoder.named_modules()), "": None}  # which calls the decoder itself ""
         self._operations = [
             (operation, modules[operation.module])

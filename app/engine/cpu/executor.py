@@ -16,7 +16,7 @@ import numpy as np
 
 from app.engine.cpu.library import HugepageAllocator, Shape, Step, address_of, zeros
 from app.engine.cpu.packed_decoder import BLOCK, PackedDecoder, ReadTensor, padded_head_dim
-from app.engine.scheduling.batch_plan import BatchPlan, Chunk, chunks_with
+from app.engine.scheduling.batch_plan import BatchPlan, Chunk, non_finite_chunks
 from model.config import ModelConfig
 from model.number_formats import Array
 from model.weight_formats import WeightFormat
@@ -119,7 +119,7 @@ class NativeExecutor:
         step = Step(len(tokens), len(plan.chunks), *addresses, seconds, self._finite_address)
         self._library.ink_run(self.session.handle, ctypes.byref(step))
         is_finite = self._finite.find(0, 0, len(tokens)) < 0
-        self.not_finite = () if is_finite else chunks_with(self._finite, plan.chunks)
+        self.not_finite = () if is_finite else non_finite_chunks(self._finite, plan.chunks)
         return plan.chunks
 
     def logits(self, rows: Items[int]) -> Array:

@@ -27,7 +27,7 @@ class StepExecutor(Protocol):
 
     config: ModelConfig
     not_finite: Items[Chunk]
-    """What chunks_with() of app/engine/scheduling/batch_plan.py finds in the last step: no window or chunk hides it."""
+    """Of the last step: non_finite_chunks() of app/engine/scheduling/batch_plan.py. No window or chunk hides them."""
 
     def run(self, plan: BatchPlan) -> Items[Chunk]:
         """Clears and copies blocks as planned, then computes every chunk; returns the chunks in the order of rows."""

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from app.engine.memory.cache_groups import CacheGroup, cache_groups, cache_places
 from app.engine.memory.memory_plan import TILE
-from app.engine.scheduling.batch_plan import BatchPlan, Chunk, chunks_with
+from app.engine.scheduling.batch_plan import BatchPlan, Chunk, non_finite_chunks
 from model.nn.attention import CrossAttend, masked_positions
 from model.nn.interpreter import Interpreter
 from model.nn.layers import cache_attributes
@@ -263,7 +263,7 @@ class TorchExecutor:
         attend = _PagedAttend(self._places, steps)
         self._hidden_TD = self._interpret(tokens_T, positions_T, attend, cross)
         has_prompts = any(chunk.stop - chunk.start > 1 or not chunk.samples for chunk in chunks)
-        self.not_finite = chunks_with(attend.finite_T.tolist(), chunks) if has_prompts else []
+        self.not_finite = non_finite_chunks(attend.finite_T.tolist(), chunks) if has_prompts else []
         return chunks
 
     @torch.inference_mode()

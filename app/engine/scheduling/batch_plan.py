@@ -141,7 +141,7 @@ class Chunk(Struct, frozen=True, gc=False):
         return range(first + 1, rows.stop + 1) if self.sequence.num_unscored else range(0)
 
 
-def chunks_with(finite: Items[int], chunks: Items[Chunk]) -> list[Chunk]:
+def non_finite_chunks(finite: Items[int], chunks: Items[Chunk]) -> list[Chunk]:
     """Chunks with a row whose keys or values are not finite: 0 in `finite`, which has the rows of all chunks.
 
     A chunk of one row that is sampled does not count: its logits tell.

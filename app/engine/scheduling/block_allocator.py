@@ -381,7 +381,7 @@ class BlockAllocator:
             for group, _ in self._windowed:
                 self._mark_unverified(sequence, group)
         self._in_flight.release(sequence.blocks)
-        sequence.blocks = ()
+        sequence.blocks, sequence.passed = (), []
         sequence.capacity = sequence.num_computed = sequence.num_registered = 0
 
     def invalidate(self, sequence: Sequence) -> None:
