@@ -28,8 +28,9 @@ from app.api.key_usage import KeyUsage
 from app.common import logs
 from app.common.event_loop import TimeBudget, TimeSlice
 from app.common.version import VERSION
-from app.engine_client.engine_pool import EngineClient, EnginePool
-from app.generation.session import GenerationSession
+from app.engine_client.engine_pool import EnginePool
+from app.engine_client.replica import Replica
+from app.generation.completion import Completion
 from app.http.connection_limits import ConnectionLimits
 
 
@@ -69,7 +70,7 @@ class EngineState(Collector):
         labels = {**self._versions, "numerics": numerics}
         return InfoMetricFamily("inkstream_build", "Versions, and the numerics of the loaded engine.", labels)
 
-    def _processes(self, engines: Sequence[EngineClient]) -> Iterator[Metric]:
+    def _processes(self, engines: Sequence[Replica]) -> Iterator[Metric]:
         """CPU time and memory of each engine process; nothing where the system has no /proc."""
         replica = ["replica"]
         cpu = CounterMetricFamily(
@@ -150,7 +151,7 @@ def _health(pool: EnginePool) -> Iterator[Metric]:
     yield _counter("engine_restarts", "Engine processes that exited.", sum(e.supervisor.restarts for e in engines))
 
 
-def _starts(engines: Sequence[EngineClient]) -> Metric:
+def _starts(engines: Sequence[Replica]) -> Metric:
     """One series per startup phase: the slowest engine's time."""
     seconds: dict[str, float] = {}
     for engine in engines:
@@ -163,7 +164,7 @@ def _starts(engines: Sequence[EngineClient]) -> Metric:
     return metric
 
 
-def _by_replica(engines: Sequence[EngineClient]) -> Iterator[Metric]:
+def _by_replica(engines: Sequence[Replica]) -> Iterator[Metric]:
     """One series per engine, from startup on."""
     ready = _labelled("ready", "1 if this engine is ready.")
     running = _labelled("requests_running", "Sequences that this engine is generating.")
@@ -178,7 +179,7 @@ def _by_replica(engines: Sequence[EngineClient]) -> Iterator[Metric]:
     yield from (ready, running, waiting, usage)
 
 
-def _cache_usage(engines: Sequence[EngineClient]) -> float:
+def _cache_usage(engines: Sequence[Replica]) -> float:
     total = sum(engine.counters.blocks_total for engine in engines)
     return sum(engine.counters.blocks_active for engine in engines) / total if total else 0.0
 
@@ -276,30 +277,32 @@ class Metrics:
         """Counts a hot reload by outcome."""
         self._reloads.labels(outcome).inc()
 
-    def record_progress(self, session: GenerationSession) -> None:
+    def record_progress(self, completion: Completion) -> None:
         """Records inter-token latencies, so that long streams are visible while they run."""
-        self._gaps.add(session.inter_token_latencies)
-        session.inter_token_latencies.clear()
+        self._gaps.add(completion.inter_token_latencies)
+        completion.inter_token_latencies.clear()
 
     def record_finished(
-        self, session: GenerationSession, finish_reason: str, duration: float, exemplar: dict[str, str] | None, key: str
+        self, completion: Completion, finish_reason: str, duration: float, exemplar: dict[str, str] | None, key: str
     ) -> None:
         """Records a finished request of the API key with the name `key`.
 
         `finish_reason` is one of a few fixed words, `exemplar` points to its trace.
         """
-        self._key_usage.record(key, 0 if session.times.started is None else session.prompt_tokens, session.n_tokens)
-        self.record_progress(session)
-        clock = session.times
+        self._key_usage.record(
+            key, 0 if completion.times.started is None else completion.prompt_tokens, completion.n_tokens
+        )
+        self.record_progress(completion)
+        clock = completion.times
         self._requests.labels(finish_reason).inc()
         self._duration.observe(duration, exemplar)
         if clock.started is not None:
-            self._prompt_tokens.inc(session.prompt_tokens)
-        self._generation_tokens.inc(session.n_tokens)
-        self._cached_tokens.inc(session.cached_tokens)
+            self._prompt_tokens.inc(completion.prompt_tokens)
+        self._generation_tokens.inc(completion.n_tokens)
+        self._cached_tokens.inc(completion.cached_tokens)
         if clock.started is not None:
             self._queue.observe(clock.started - clock.submitted, exemplar)
-        if clock.first_token is not None and session.n_tokens:
+        if clock.first_token is not None and completion.n_tokens:
             self._first_token.observe(clock.first_token - clock.submitted, exemplar)
             if clock.started is not None:
                 self._prefill.observe(clock.first_token - clock.started, exemplar)

@@ -1,11 +1,10 @@
-"""One admitted request of any completion API: counted once, and always released."""
+"""One admitted request of any completion API: counted once, charged to its tenant, and always released."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Coroutine
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -28,9 +27,9 @@ from app.common.errors import (
 from app.common.event_loop import TimeSlice
 from app.common.fault_injection import fault
 from app.engine_client.engine_pool import EnginePool
-from app.engine_client.token_stream import Writes
-from app.generation.request import Delta, Finished, GenerationRequest, TokenTable
-from app.generation.session import SessionTimes
+from app.generation.collector import CollectedOutput, collect
+from app.generation.completion import CompletionTimes
+from app.generation.request import Finished, GenerationRequest
 from app.http import sse
 from app.http.auth import tenant_of
 from app.http.errors import ApiError, from_engine
@@ -46,17 +45,8 @@ _log = logging.getLogger("inkstream")
 _SUCCESS_REASONS = ("stop", "length")
 
 
-@dataclass(slots=True)
-class CollectedOutput:
-    """The collected output of one choice."""
-
-    finished: Finished
-    text: str
-    tokens: TokenTable = field(default_factory=TokenTable)
-
-
 class RequestHandle:
-    """Owns one generation session; the caller must always call close()."""
+    """Owns one completion; the caller must always call end()."""
 
     def __init__(self, record: AccessRecord, admitted: Admitted, service: Service, metrics: Metrics) -> None:
         self.name = record.request_id
@@ -67,11 +57,11 @@ class RequestHandle:
         if trace:
             trace.hold()
         self.admitted = admitted
-        self.session = admitted.session
+        self.completion = admitted.completion
         self.service = service
         self._metrics = metrics
         self._outcome: str | None = None
-        self._is_closed = False
+        self._is_ended = False
         self._has_failed = False
         """Whether the request failed through the server's fault."""
         self._charged_seconds = 0.0
@@ -89,7 +79,7 @@ class RequestHandle:
 
         `instance` is the model instance whose chat template rendered the prompt, if any.
         """
-        record, times = record_of(request), SessionTimes()
+        record, times = record_of(request), CompletionTimes()
         service, metrics = service_of(request), metrics_of(request)
         trace = record.trace
         if trace:
@@ -113,6 +103,11 @@ class RequestHandle:
         return handle
 
     @property
+    def public_name(self) -> str:
+        """The name in errors: the caller's own, or the request id."""
+        return self.callers_id or self.name
+
+    @property
     def headers(self) -> dict[str, str]:
         """Response headers."""
         rate_limit_headers = self.admitted.reservation.headers(time.monotonic())
@@ -125,39 +120,38 @@ class RequestHandle:
 
     def time_slice(self) -> TimeSlice:
         """Time slices for a long response, which alternate with the work of other tenants."""
-        account = WorkAccount(self.session.stream.requests[0].cache_namespace, self.admitted.reservation)
+        account = WorkAccount(self.completion.requests[0].cache_namespace, self.admitted.reservation)
         return TimeSlice(partial(self.service.loop_share.pause, account))
 
     @property
     def _tokens(self) -> int:
         """Prompt and completion tokens so far."""
-        session = self.session
-        return session.n_tokens + (session.prompt_tokens if session.times.started is not None else 0)
+        completion = self.completion
+        return completion.n_tokens + (completion.prompt_tokens if completion.times.started is not None else 0)
 
-    def suspend(self) -> None:
-        """Suspends the request after a disconnect: it uses no engine and no rate limits until resume()."""
-        self.session.pause()
+    def detach(self) -> None:
+        """The client left: the request uses no engine and no rate limits until attach()."""
+        self.completion.detach()
         self.admitted.reservation.pause(self._tokens)
 
-    def resume(self) -> None:
-        """Resumes the request. Raises Unavailable if the engine or the rate limits have no capacity now."""
-        session = self.session
+    def attach(self) -> None:
+        """The client is back. Raises Unavailable if the engine or the rate limits have no capacity now."""
+        completion = self.completion
         # Generated tokens are prefilled again and count as prompt tokens.
-        max_tokens = session.prompt_tokens + sum(request.max_tokens for request in session.stream.requests)
+        max_tokens = completion.prompt_tokens + sum(request.max_tokens for request in completion.requests)
         self.admitted.reservation.resume(max_tokens, time.monotonic())
         try:
-            self.engine.resume(session.stream)
+            completion.attach()
         except BaseException:
             self.admitted.reservation.pause(0)
             raise
-        session.resume()
 
     def record_progress(self) -> None:
         """Records the metrics of events that are about to be sent."""
-        if self.session.stream.work_seconds > self._charged_seconds:
+        if self.completion.work_seconds > self._charged_seconds:
             self._charge_work()
-        if self.session.inter_token_latencies:
-            self._metrics.record_progress(self.session)
+        if self.completion.inter_token_latencies:
+            self._metrics.record_progress(self.completion)
 
     def record_finished(self, end: Finished) -> None:
         """Records the end of a choice, which is about to be sent."""
@@ -168,7 +162,7 @@ class RequestHandle:
         self._outcome = "cancelled"
 
     def on_error(self, error: Exception) -> ApiError:
-        """Records an exception of the session; returns the error for the client."""
+        """Records an exception of the completion; returns the error for the client."""
         self._outcome = "error"
         self._has_failed |= _is_server_fault(error)
         grammar = self.admitted.request.grammar
@@ -176,7 +170,7 @@ class RequestHandle:
             error.param = error.param or grammar[0]
         if isinstance(error, EngineError):
             return from_engine(error)
-        _log.error("request %s failed in mid-stream", self.callers_id or self.name, exc_info=error)
+        _log.error("request %s failed in mid-stream", self.public_name, exc_info=error)
         return ApiError(500, "internal error; look up the request id in the server's log")
 
     async def respond(self, work: Coroutine[Any, Any, ResponseModel], request: Request) -> Response:
@@ -184,64 +178,46 @@ class RequestHandle:
         try:
             content = await sse.until_disconnect(work, request.receive)
             if content is None:  # the client has disconnected
-                self.close()
+                self.end()
                 return Response(status_code=499)
             fault("api.answer", content)
             self._end()
             lease, n_tokens, log_fields = self.admitted.reservation, self._tokens, self.log_fields()
             lease.record_usage(n_tokens)
-            # With a slow client the response lives long, and must not keep this object and the session alive.
+            # With a slow client the response lives long, and must not keep this object and the completion alive.
             record_of(request).log_fields = lambda: log_fields
             return JsonStream(content, self.headers, self.time_slice(), partial(lease.end, n_tokens))
         except BaseException as error:
             self._has_failed |= isinstance(error, Exception) and _is_server_fault(error)
-            self.close()
+            self.end()
             raise
 
     async def collect(self) -> list[CollectedOutput]:
         """Collects the output of all choices. Raises EngineError."""
-        text_parts: list[list[str]] = [[] for _ in self.session.choices]
-        tokens: dict[int, TokenTable] = {}
-        finished: dict[int, Finished] = {}
-
-        def collect_events(_writes: Writes) -> bool:
-            """Whether there will be more."""
-            self.record_progress()
-            while self.session.events:
-                event = self.session.events.popleft()
-                if isinstance(event, Delta):
-                    text_parts[event.index].append(event.text)
-                    if event.tokens:
-                        tokens.setdefault(event.index, TokenTable()).extend(event.tokens)
-                elif isinstance(event, Finished):
-                    self.record_finished(event)
-                    finished[event.index] = event
-            return not self.session.is_done
-
         try:
-            while collect_events([]):
-                await self.session.wait_event(collect_events)
+            outputs = await collect(self.completion, self.record_progress)
         except Exception as error:
             self.on_error(error)
             raise
-        none = TokenTable()
-        return [CollectedOutput(finished[i], "".join(text), tokens.get(i, none)) for i, text in enumerate(text_parts)]
+        for output in outputs:
+            self.record_finished(output.finished)
+        return outputs
 
-    def close(self) -> None:
+    def end(self) -> None:
         """Ends the request and counts it; idempotent."""
         self._end()
         self.admitted.reservation.end(self._tokens)
 
     def _end(self) -> None:
         """Stops generation and releases the model instance."""
-        self.session.close()
-        if not self._is_closed:
-            self._is_closed = True
+        self.completion.end()
+        if not self._is_ended:
+            self._is_ended = True
             self._charge_work()
             self.admitted.instance.release()
             outcome = self._outcome or "disconnected"
             exemplar = self.trace.exemplar if self.trace else None
-            self._metrics.record_finished(self.session, outcome, self.session.duration, exemplar, self._key)
+            self._metrics.record_finished(self.completion, outcome, self.completion.duration, exemplar, self._key)
             self._end_trace(outcome)
             if self._has_failed:
                 self.service.failures.record_failure()
@@ -251,7 +227,7 @@ class RequestHandle:
     def _end_trace(self, outcome: str) -> None:
         if not self.trace:
             return
-        session, request = self.session, self.admitted.request
+        completion, request = self.completion, self.admitted.request
         if self.trace.exemplar:
             # Names follow OpenTelemetry's semantic conventions for generative AI where these define one.
             attributes = {
@@ -260,37 +236,37 @@ class RequestHandle:
                 "gen_ai.request.model": self.admitted.instance.model_name,
                 "gen_ai.response.model": self.admitted.instance.model_name,
                 "gen_ai.request.max_tokens": request.max_tokens,
-                "gen_ai.request.choice.count": len(session.choices),
-                "gen_ai.usage.input_tokens": session.prompt_tokens,
-                "gen_ai.usage.output_tokens": session.n_tokens,
-                "gen_ai.usage.cache_read.input_tokens": session.cached_tokens,
+                "gen_ai.request.choice.count": len(completion.choices),
+                "gen_ai.usage.input_tokens": completion.prompt_tokens,
+                "gen_ai.usage.output_tokens": completion.n_tokens,
+                "gen_ai.usage.cache_read.input_tokens": completion.cached_tokens,
                 "gen_ai.response.finish_reasons": [outcome],
             }
-            self.trace.add(attributes, _phases(session.times, session.n_tokens))
-        self.trace.end_completion(session.stream.incidents, outcome if outcome == "error" else None)
+            self.trace.add(attributes, _phases(completion.times, completion.n_tokens))
+        self.trace.end_completion(completion.incidents, outcome if outcome == "error" else None)
 
     def _charge_work(self) -> None:
         """Charges the tenant for the CPU work that the engine reported since the last call."""
-        seconds = self.session.stream.work_seconds
+        seconds = self.completion.work_seconds
         if seconds > self._charged_seconds:
             self.admitted.reservation.charge_work(seconds - self._charged_seconds, time.monotonic())
             self._charged_seconds = seconds
 
     def log_fields(self) -> dict[str, Any]:
         """Fields for the log line."""
-        session, timings = self.session, Timings.of(self.session)
+        completion, timings = self.completion, Timings.of(self.completion)
         return {
             "outcome": self._outcome or "disconnected",
-            "prompt_tokens": session.prompt_tokens,
-            "cached_tokens": session.cached_tokens,
-            "completion_tokens": session.n_tokens,
-            "queue_ms": None if session.times.started is None else timings.queue_ms,
-            "first_token_ms": None if session.times.first_token is None else timings.first_token_ms,
+            "prompt_tokens": completion.prompt_tokens,
+            "cached_tokens": completion.cached_tokens,
+            "completion_tokens": completion.n_tokens,
+            "queue_ms": None if completion.times.started is None else timings.queue_ms,
+            "first_token_ms": None if completion.times.first_token is None else timings.first_token_ms,
             "tokens_per_second": timings.tokens_per_second or None,
         }
 
 
-def _phases(times: SessionTimes, n_tokens: int) -> list[Phase]:
+def _phases(times: CompletionTimes, n_tokens: int) -> list[Phase]:
     """The phases that a request has gone through; each ends with the next, the last one now or with the last token."""
     marks = {
         "admission": times.begun,

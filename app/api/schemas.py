@@ -23,8 +23,8 @@ from pydantic_core import PydanticCustomError, PydanticKnownError
 
 from app.common.types import SamplingParams
 from app.common.version import VERSION
+from app.generation.completion import Completion
 from app.generation.request import GenerationRequest, Prompt, TokenDetail, TokenTable, prompt_list
-from app.generation.session import GenerationSession
 from app.http.errors import ErrorResponse
 from app.http.response_model import LazyArray, ResponseModel
 from app.serving.service import Admitted
@@ -339,10 +339,10 @@ class Usage(ResponseModel):
     prompt_tokens_details: CachedTokens
 
     @classmethod
-    def of(cls, session: GenerationSession) -> Usage:
+    def of(cls, completion: Completion) -> Usage:
         """The usage so far."""
-        n_prompt, n_tokens = session.prompt_tokens, session.n_tokens
-        return cls(n_prompt, n_tokens, n_prompt + n_tokens, CachedTokens(session.cached_tokens))
+        n_prompt, n_tokens = completion.prompt_tokens, completion.n_tokens
+        return cls(n_prompt, n_tokens, n_prompt + n_tokens, CachedTokens(completion.cached_tokens))
 
 
 class Timings(ResponseModel):
@@ -355,13 +355,13 @@ class Timings(ResponseModel):
     tokens_per_second: Annotated[float, "While decoding."]
 
     @classmethod
-    def of(cls, session: GenerationSession) -> Timings:
+    def of(cls, completion: Completion) -> Timings:
         """The timings so far; tokens per second are those of all choices, and 0 before two tokens."""
-        times = session.times
+        times = completion.times
         started = times.started or times.submitted
         first = times.first_token or started
-        decode = (times.last_token or first) - first - times.paused_seconds
-        later = session.n_tokens - sum(choice.n_tokens > 0 for choice in session.choices)
+        decode = (times.last_token or first) - first - times.detached_seconds
+        later = completion.n_tokens - sum(choice.n_tokens > 0 for choice in completion.choices)
         return cls(
             queue_ms=round((started - times.submitted) * 1e3, 3),
             prefill_ms=round(max(0.0, first - started) * 1e3, 3),

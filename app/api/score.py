@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from app.api.dependencies import RequestRoute, documented, read_body
 from app.api.openapi import declared
-from app.api.request_handle import CollectedOutput, RequestHandle
+from app.api.request_handle import RequestHandle
 from app.api.schemas import (
     DeadlineMs,
     Echo,
@@ -28,6 +28,7 @@ from app.api.schemas import (
     token_array,
 )
 from app.common.errors import ContextLengthExceeded
+from app.generation.collector import CollectedOutput
 from app.generation.request import GenerationRequest, prompt_list
 from app.http.response_model import LazyArray, ResponseModel
 
@@ -108,7 +109,7 @@ async def _response(handle: RequestHandle, body: ScoreRequest) -> ScoreResponse:
         model=handle.admitted.instance.model_name,
         weights_version=handle.admitted.model_version.key,
         scores=[_score(handle, index, output) for index, output in enumerate(outputs)],
-        usage=Usage.of(handle.session),
+        usage=Usage.of(handle.completion),
         user=body.user,
         request_id=body.request_id,
     )

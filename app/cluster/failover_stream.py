@@ -20,10 +20,11 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from app.api.resume_store import ResumeStore, StoredStream, Subscription
+from app.api.resume_store import ResumeStore
 from app.cluster.messages import ReplicaLost
 from app.cluster.replica_pool import ReplicaResponse
 from app.cluster.retry import RetryingRequest, read_error
+from app.cluster.stored_stream import KeptStream, Subscription
 from app.http import sse
 from app.http.errors import ApiError
 from app.http.sse import PING, BodyWriter, Event, EventParser, parse_event
@@ -283,7 +284,7 @@ class StreamSplicer:
         return f"id: {self._request_id}:{number}\nevent: {name}\ndata: ".encode("ascii") + data + b"\n\n"
 
 
-class FailoverStream(StoredStream):
+class FailoverStream(KeptStream):
     """A resumable stream across replicas."""
 
     def __init__(

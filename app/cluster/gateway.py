@@ -31,7 +31,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from app.access.api_keys import ApiKeys
 from app.api import health, static_pages
 from app.api.metrics import CONTENT_TYPE, RENDER_RESERVE_SECONDS, RENDER_SHARE, SharedRendering, rendered_families
-from app.api.native.routes import next_number
+from app.api.native.resumable_stream import next_number
 from app.api.resume_store import ResumeStore
 from app.cluster.failover_stream import EventStream, FailoverStream, openai_frames
 from app.cluster.messages import Call, FullResponse, Head, ReplicaLost

@@ -1,4 +1,4 @@
-"""Entry point of the engine process: `python -m app.engine FD`, started by app/engine_client/engine_pool.py."""
+"""Entry point of the engine process: `python -m app.engine FD`, started by app/engine_client/engine_process.py."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The API process's side of the engines: pool, router, fair queue, token streams, crash recovery.
+"""The API process's side of the engines: pool, replicas, router, fair queue, crash recovery.
 
-Main names: EnginePool, EngineClient, FairQueue, TokenStream, Supervisor.
+Main names: EnginePool, Replica, FairQueue, OpenSequences, Supervisor.
 Invariants: A client sees no engine crash: running requests continue with the same tokens, and only a request that
 causes crashes fails.
 """

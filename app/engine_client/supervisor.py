@@ -1,142 +1,27 @@
 """Supervisor: starts the engine process, monitors it, kills it when it hangs, and restarts it.
 
 loading --Ready--> ready --exited, silent or stuck--> loading ... after too many crashes (RestartPolicy): stopped
-
-EngineProcess is one such process and its pipe: spawn, send and receive frames, terminate.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import os
-import signal
-import socket
-import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Protocol
+from typing import NamedTuple, Protocol
 
 from msgspec.structs import replace
 
-from app.common.ipc import Down, Fatal, FrameDecoder, Phase, Ready, Up, WorkerConfig, decode_up, encode_frame
+from app.common.ipc import Down, Fatal, Phase, Ready, Up, WorkerConfig
 from app.common.logs import START
 from app.common.model_version import Version
 from app.common.operating_system import anonymous_memory
 from app.common.startup_timer import PHASES, STARTING, format_phases, phase_seconds
 from app.common.types import StepReport
+from app.engine_client.engine_process import EngineProcess, describe_exit
 from app.engine_client.memory_kills import MemoryKills
-
-# -P and an explicit path: a folder called app in the working directory must not be imported.
-WORKER = (sys.executable, "-P", "-m", "app.engine")
-_ROOT = Path(__file__).parents[2]
-_GRACE_SECONDS = 1.0
-
-
-class EngineProcess(asyncio.Protocol):
-    """A child process, connected by a socket pair; it exits when the socket is closed.
-
-    Decodes frames in the transport's callback: a reader task would add a loop iteration to every engine step.
-    """
-
-    def __init__(self, process: asyncio.subprocess.Process, on_frame: Callable[[Up], None]) -> None:
-        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done when the process has closed its end; raises the error of on_frame, after which no frames are read."""
-        self._process = process
-        self._on_frame = on_frame
-        self._frames = FrameDecoder()
-        self._unwritten: list[bytes] = []
-        self._transport: Any = None
-
-    @classmethod
-    async def spawn(cls, on_frame: Callable[[Up], None], command: Sequence[str] = WORKER) -> EngineProcess:
-        """Starts `command` with the descriptor of its end of the pipe as the last argument.
-
-        on_frame: called with each frame, in the event loop iteration that reads it.
-        """
-        parent_end, child_end = socket.socketpair()
-        path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        with child_end, contextlib.ExitStack() as on_error:
-            on_error.callback(parent_end.close)
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                str(child_end.fileno()),
-                pass_fds=[child_end.fileno()],
-                stdin=asyncio.subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": path},
-                start_new_session=True,  # Ctrl+C on the terminal must only reach the API process
-            )
-            on_error.pop_all()
-        loop = asyncio.get_running_loop()
-        return (await loop.create_connection(lambda: cls(process, on_frame), sock=parent_end))[1]
-
-    @property
-    def pid(self) -> int:
-        """Process id."""
-        return self._process.pid
-
-    def send(self, frame: Down) -> None:
-        """Sends a frame without waiting; frames to a process that has exited are dropped.
-
-        Frames of one iteration of the event loop are written together: uvloop makes a system call for each write.
-        """
-        if not self._unwritten:
-            asyncio.get_running_loop().call_soon(self._write)
-        self._unwritten.append(encode_frame(frame))
-
-    def _write(self) -> None:
-        unwritten, self._unwritten = self._unwritten, []
-        if unwritten and not self._transport.is_closing():
-            self._transport.write(b"".join(unwritten))
-
-    def kill(self) -> None:
-        """Kills the process; idempotent."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
-
-    async def terminate(self) -> int:
-        """Closes the pipe, waits for the process to exit, and kills it if it does not. Returns its exit code."""
-        self._write()
-        self._transport.close()
-        try:
-            await asyncio.wait_for(self._process.wait(), _GRACE_SECONDS)
-        except TimeoutError:
-            self.kill()
-        except asyncio.CancelledError:  # cannot wait, but must not leave an orphan
-            self.kill()
-            raise
-        return await self._process.wait()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See asyncio.Protocol."""
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        """See asyncio.Protocol."""
-        try:
-            for body in self._frames.feed(data):
-                self._on_frame(decode_up(body))
-        except Exception as error:  # the event loop would only log it
-            if not self.closed.done():
-                self.closed.set_exception(error)
-            self._transport.close()
-
-    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - the child has exited in any case
-        """See asyncio.Protocol."""
-        if not self.closed.done():
-            self.closed.set_result(None)
-
-
-def describe_exit(code: int) -> str:
-    """Describes how a process ended, by its exit code."""
-    if code >= 0:
-        return f"ended with exit code {code}"
-    try:
-        return f"was ended by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was ended by signal {-code}"
+from app.engine_client.restart_policy import MAX_CRASHES, TOKENS_TO_CLEAR, RestartPolicy
 
 
 class EngineStopped(Exception):
@@ -147,46 +32,6 @@ class EngineStopped(Exception):
         self.exit_code = exit_code
 
 
-MAX_CRASHES, WINDOW_SECONDS = 3, 600.0
-MAX_FORGIVEN = 8
-
-
-class RestartPolicy:
-    """Counts consecutive crashes between which no engine delivered anything to a client.
-
-    A request that crashes the engine causes a second crash before it is refused. That second crash is not counted, and
-    if the next engine then answers the canary request, neither is the first: bad requests do not end the service, but
-    an engine that never works does. So does an engine that answers only canary requests: while no client gets anything,
-    eight refused requests in ten minutes are forgiven, the ninth is not.
-    """
-
-    def __init__(self) -> None:
-        self._crashes: list[float] = []
-        self._forgiven: list[float] = []
-        self._can_forgive = True
-        """Whether an engine has delivered anything since the last forgiven crash."""
-
-    def record(self, now: float, *, delivered: bool, is_refused: bool, canary_answered: bool = False) -> bool:
-        """Returns whether to stop restarting. `delivered`: two or more steps since the last crash had tokens or scores.
-
-        is_refused: a request is refused for its second crash. canary_answered: the engine answered the canary request.
-        """
-        if delivered:
-            self._forgiven = []
-        self._forgiven = [at for at in self._forgiven if now - at < WINDOW_SECONDS]
-        if delivered or (canary_answered and len(self._forgiven) < MAX_FORGIVEN):
-            self._crashes, self._can_forgive = [], True
-        if is_refused and self._can_forgive:
-            self._forgiven.append(now)
-            self._can_forgive = False
-            return False
-        self._crashes = [*self._crashes, now][-MAX_CRASHES:]
-        return len(self._crashes) == MAX_CRASHES and now - self._crashes[0] < WINDOW_SECONDS
-
-
-TOKENS_TO_CLEAR = 2
-"""Tokens of a request, generated or scored since it was sent, that show that it does not crash the engine. After one
-alone, no decode step has run yet."""
 _log, _start_log = logging.getLogger("inkstream"), logging.getLogger(START)
 _OTHER_WEIGHTS = "{}: holds other weights than the engine that ended had: restart the service to serve them"
 _STARTING_SILENCE, _LOADING_SILENCE = 180.0, 60.0
@@ -201,16 +46,21 @@ async def read_directory() -> Mapping[str, str]:
     return {}
 
 
+class CrashOutcome(NamedTuple):
+    """What a crash means for the requests of the engine."""
+
+    is_refused: bool
+    """Whether a request is refused because of it."""
+    canary_steps: int
+    """Steps since the last crash that delivered tokens to the canary request, which runs alone."""
+
+
 class Listener(Protocol):
-    """Receives the engine's events: EngineClient in engine_pool.py, and a listener in tests that only sees the end."""
+    """Receives the engine's events: Replica in replica.py, and a listener in tests that only sees the end."""
 
     @property
     def expects_progress(self) -> bool:
         """Whether the engine has work, and so must make progress."""
-
-    @property
-    def is_running_canary(self) -> bool:
-        """Whether the engine runs only the canary request."""
 
     def on_report(self, report: StepReport) -> None:
         """The engine has completed a step."""
@@ -218,8 +68,8 @@ class Listener(Protocol):
     def on_ready(self) -> None:
         """The engine accepts requests."""
 
-    def on_crash(self) -> bool:
-        """The engine has crashed. Returns whether a request is refused because of it."""
+    def on_crash(self) -> CrashOutcome:
+        """The engine has crashed."""
 
     def on_stopped(self, reason: EngineStopped) -> None:
         """The engine will not be restarted."""
@@ -255,8 +105,8 @@ class Supervisor:
         self._has_reported = False
         self._last_progress = time.monotonic()
         self._num_computed = 0
-        self._client_steps = self._canary_steps = 0
-        """Steps of this process that delivered tokens or scores to clients, and to the canary request."""
+        self._steps = 0
+        """Steps of this process that delivered tokens or scores."""
         self._restart_policy = RestartPolicy()
         self._phases: list[tuple[str, float]] = []
         """Phases of the current start, each with the time at which it began."""
@@ -397,11 +247,13 @@ class Supervisor:
         if self._stopped:
             return
         self.restarts += 1
-        is_refused = self._listener.on_crash()
-        delivered, canary_answered = self._client_steps >= TOKENS_TO_CLEAR, self._canary_steps >= TOKENS_TO_CLEAR
-        self._client_steps = self._canary_steps = 0
+        is_refused, canary_steps = self._listener.on_crash()
+        n_delivered, self._steps = self._steps - canary_steps, 0
         if self._restart_policy.record(
-            time.monotonic(), delivered=delivered, is_refused=is_refused, canary_answered=canary_answered
+            time.monotonic(),
+            delivered=n_delivered >= TOKENS_TO_CLEAR,
+            is_refused=is_refused,
+            canary_answered=canary_steps >= TOKENS_TO_CLEAR,
         ):
             problem = f"the engine stopped {MAX_CRASHES} times in ten minutes without delivering anything in between"
             problem += ": out of memory, as the log says" if self._lacked_memory else ""
@@ -413,8 +265,7 @@ class Supervisor:
             case StepReport():
                 if frame.events or frame.scores:
                     self._last_progress = self._last_frame
-                    self._client_steps += not self._listener.is_running_canary
-                    self._canary_steps += self._listener.is_running_canary
+                    self._steps += 1
                 elif frame.failed or frame.num_computed != self._num_computed:
                     self._last_progress = self._last_frame
                 self._num_computed = frame.num_computed

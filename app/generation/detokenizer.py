@@ -119,10 +119,10 @@ class TextRules:
 class OutputChoice:
     """Turns a sequence's token events into text deltas. Emits nothing after `ended` is set."""
 
-    __slots__ = (  # as in TokenStream
+    __slots__ = (  # as in OpenSequences
         *("index", "echo", "n_tokens", "last_token_at", "logprob_sum", "ended", "_request", "_tokenizer", "_rules"),
         *("_decoder", "_strips_space", "_is_plain", "_matcher", "_base", "_decoded", "_sent", "_pending_tokens"),
-        "_marks",
+        *("_marks", "_bytes_of"),
     )
 
     def __init__(
@@ -133,11 +133,12 @@ class OutputChoice:
         """The prompt, if it must still be sent before the text."""
         self.n_tokens = 0
         self.last_token_at: float | None = None
-        """When the engine sampled the last token, in monotonic seconds; None after an interruption. For the session."""
+        """When the engine sampled the last token, in monotonic seconds; None after an interruption."""
         self.logprob_sum = 0.0
         self.ended: Finished | None = None
         self._request = request
         self._tokenizer = tokenizer
+        self._bytes_of = tokenizer.bytes_of
         self._rules = rules
         self._decoder = StreamDecoder()
         # A prompt of special tokens only has no text, so the completion is the start of the text.
@@ -160,7 +161,8 @@ class OutputChoice:
         token = event.token
         if self._is_plain and token is not None and event.logprob is None and event.finish is None:  # nearly all tokens
             self.n_tokens += 1
-            text = self._decoder.feed(self._tokenizer.token_bytes(token))
+            data = self._bytes_of[token] if token < len(self._bytes_of) else b""
+            text = self._decoder.feed(data)
             return (Delta(self.index, text),) if text else ()
         deltas = self._take_echo()
         text = self._matched(self._decode(event))

@@ -41,9 +41,11 @@ from app.common.types import Request, SamplingParams
 from app.engine_client.engine_pool import EnginePool
 from app.engine_client.fair_queue import FairQueue
 from app.engine_client.supervisor import EngineStopped
+from app.generation.collector import collect
+from app.generation.completion import Completion, CompletionTimes, Timeouts
+from app.generation.engine_requests import BuiltRequests
 from app.generation.prompt_encoder import PromptEncoder, tail_length
 from app.generation.request import GenerationRequest, Prompt
-from app.generation.session import BuiltRequests, GenerationSession, SessionTimes, Timeouts
 from app.guided.grammar import MAX_BYTES, grammar_from
 from app.guided.validator import GrammarValidator
 from app.serving.model_instance import ModelInstance
@@ -228,7 +230,7 @@ class Admitted:
     """A request that was submitted to the engine; its owner must also release `instance`."""
 
     instance: ModelInstance
-    session: GenerationSession
+    completion: Completion
     request: GenerationRequest
     params: SamplingParams
     tokenizer: Tokenizer
@@ -363,7 +365,7 @@ class Service:
         tenant: Tenant,
         heartbeat: float,
         instance: ModelInstance | None = None,
-        times: SessionTimes | None = None,
+        times: CompletionTimes | None = None,
     ) -> Admitted:
         """Validates, admits and submits a request to the current instance or `instance`, which it acquires.
 
@@ -374,7 +376,7 @@ class Service:
         instance = instance or self.instance
         instance.acquire()
         try:
-            return await self._begin(name, request, tenant, heartbeat, instance, times or SessionTimes())
+            return await self._begin(name, request, tenant, heartbeat, instance, times or CompletionTimes())
         except BaseException:  # including a client disconnect
             instance.release()
             raise
@@ -386,7 +388,7 @@ class Service:
         tenant: Tenant,
         heartbeat: float,
         instance: ModelInstance,
-        times: SessionTimes,
+        times: CompletionTimes,
     ) -> Admitted:
         ready, tokenizer = self.require_ready(instance)
         with self.admission.reserve_tokens(request, tenant, tokenizer, ready.context) as reservation:
@@ -405,11 +407,11 @@ class Service:
             self.admission.charge(reservation, request, engine_requests)
             choices = built.choices(engine_requests, encoded)  # anything that can fail comes before submission
             times.queued = time.monotonic()
-            stream = instance.engine.submit(engine_requests)
-        session = GenerationSession(stream, choices, timeouts, times)
+            completion = Completion(instance.engine, engine_requests, choices, timeouts, times)
+            completion.submit()
         return Admitted(
             instance=instance,
-            session=session,
+            completion=completion,
             request=request,
             params=engine_requests[0].params,
             tokenizer=tokenizer,
@@ -439,11 +441,9 @@ class Service:
         )
         admitted = await self.begin(_CANARY, request, Tenant(cache_namespace=_CANARY), heartbeat=deadline)
         try:
-            while not admitted.session.is_done:
-                if await admitted.session.wait_event():
-                    admitted.session.events.popleft()
+            await collect(admitted.completion)
         finally:
-            admitted.session.close()
+            admitted.completion.end()
             admitted.reservation.end(0)
             admitted.instance.release()
 

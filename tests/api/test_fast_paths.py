@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from msgspec import to_builtins
 
 from app.api.metrics import _InterTokenLatency
+from app.api.native.resumable_stream import token_frame
 from app.api.openai.responder import Responder
 from app.api.openai.routes import _ChatResponder, _CompletionsResponder
 from app.api.openai.schemas import StreamOptions
@@ -27,9 +28,9 @@ from tests.support.async_test import async_test
 
 
 @given(st.integers(0, 20), st.text())
-def test_text_event_equals_the_generic_event(index: int, text: str) -> None:
+def test_token_frame_equals_the_generic_event(index: int, text: str) -> None:
     event = TokenEvent(index, text)
-    assert sse.text_event(index, text, "req-1:5") == sse.event("token", event, "req-1:5")
+    assert token_frame(index, text, "req-1:5") == sse.event("token", event, "req-1:5")
     assert json.loads(sse.ascii_json(event)) == {"index": index, "text": text}
 
 
@@ -45,8 +46,8 @@ def test_text_event_equals_the_generic_event(index: int, text: str) -> None:
 def test_chunk_equals_the_encoding_of_its_model(
     kind: type[Responder], options: dict[str, bool], texts: list[str], unknown: str, user: str | None
 ) -> None:
-    session = SimpleNamespace(prompt_tokens=3, n_tokens=2, cached_tokens=1)
-    handle: Any = SimpleNamespace(session=session, admitted=SimpleNamespace(truncated=False, tokenizer=None))
+    completion = SimpleNamespace(prompt_tokens=3, n_tokens=2, cached_tokens=1)
+    handle: Any = SimpleNamespace(completion=completion, admitted=SimpleNamespace(truncated=False, tokenizer=None))
     warnings = [f"unknown field {unknown!r} has no effect"]
     stream_options = StreamOptions(**options)
     body: Any = SimpleNamespace(
@@ -56,9 +57,9 @@ def test_chunk_equals_the_encoding_of_its_model(
     responder, reference = kind(handle, body, head), kind(handle, body, head)
     usage: dict[str, Any] = {"usage": None} if options else {}
     for text in texts:
-        session.n_tokens += 1
+        completion.n_tokens += 1
         if len(options) == 2:
-            usage["usage"] = Usage.of(handle.session)
+            usage["usage"] = Usage.of(handle.completion)
         choice = reference.chunk_choice(3, text, (), None)
         reference.started.add(3)
         chunk = kind.chunk_type(**head, choices=[choice], user=user, warnings=warnings, **usage)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from app.api.resume_store import ReplayBuffer, ResumeStore
+from app.api.native.resumable_stream import ReplayBuffer
+from app.api.resume_store import ResumeStore
 from tests.support.async_test import async_test
 
 
@@ -15,7 +16,7 @@ class DisconnectedStream:
         self.name, self.owner, self.is_finished, self.is_closed = name, owner, is_finished, False
         self.alias = alias
 
-    def close(self) -> None:
+    def end(self) -> None:
         self.is_closed = True
 
 

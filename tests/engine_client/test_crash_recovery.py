@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.engine_client.crash_recovery import CrashRecovery
-from app.engine_client.supervisor import MAX_FORGIVEN, TOKENS_TO_CLEAR, WINDOW_SECONDS, RestartPolicy
-from app.engine_client.token_stream import MAX_BUFFERED
+from app.engine_client.restart_policy import MAX_FORGIVEN, TOKENS_TO_CLEAR, WINDOW_SECONDS, RestartPolicy
+from app.generation.completion import MAX_BUFFERED
 from tests.support.async_test import async_test
 from tests.support.engine_pool import PoolHarness, expected_tokens
 
@@ -33,14 +33,14 @@ async def test_only_the_poisoned_request_is_refused_after_two_crashes(
     harness.step(late)
     harness.submit((n,) * 8)
     for _ in range(250):
-        if not any(stream.is_open for stream in harness.streams):
+        if not any(stream.is_open for stream in harness.completions):
             break
         harness.step()
         for engine in harness.engines:
             if engine.ready is None:
                 engine.load()
-    *texts, victim = await harness.texts()
-    assert victim == "EngineFailed" and texts == [expected_tokens(stream) for stream in harness.streams[:-1]]
+    *texts, victim = harness.texts()
+    assert victim == "EngineFailed" and texts == [expected_tokens(stream) for stream in harness.completions[:-1]]
     assert sorted(engine.restarts for engine in harness.engines) == [*[0] * (engines - 1), 2]
 
 
@@ -62,8 +62,8 @@ async def test_external_crashes_with_progress_between_them_refuse_no_request(dat
             harness.submit((number,), max_tokens=MAX_BUFFERED - 1)
         elif action == "step":
             harness.step()
-        elif action == "disconnect" and n_closed < len(harness.streams):
-            harness.streams[n_closed].close()
+        elif action == "disconnect" and n_closed < len(harness.completions):
+            harness.completions[n_closed].end()
             n_closed += 1
         elif action == "kill":
             let_all_progress()
@@ -71,7 +71,7 @@ async def test_external_crashes_with_progress_between_them_refuse_no_request(dat
             engine.load()
     let_all_progress()
     assert not client.n_suspects or slots < client.load
-    assert all(stream.is_open for stream in harness.streams[n_closed:])
+    assert all(stream.is_open for stream in harness.completions[n_closed:])
 
 
 def test_suspects_run_one_by_one_in_order_and_keep_their_count_under_a_new_id() -> None:

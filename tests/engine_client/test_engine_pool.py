@@ -23,12 +23,12 @@ from app.common.model_version import Version
 from app.common.settings import Settings
 from app.common.types import Counters, Request, RequestStarted, StepReport
 from app.engine_client.crash_recovery import CANARY_ID
-from app.engine_client.engine_pool import PrefixRouter, block_hashes
+from app.engine_client.prefix_router import PrefixRouter, block_hashes
 from app.engine_client.supervisor import EngineStopped
-from app.engine_client.token_stream import MAX_BUFFERED, TokenStream
+from app.generation.completion import MAX_BUFFERED, Completion
 from app.serving.instance_factory import _worker_configs, make_engine_pool
 from tests.support.async_test import async_test
-from tests.support.engine_pool import PoolHarness, expected_tokens, tokens_of
+from tests.support.engine_pool import PoolHarness, expected_tokens, take, tokens_of
 
 LONG = 400
 _STOPPED = EngineStopped("it crashed three times", 1)
@@ -40,8 +40,8 @@ def _loads(harness: PoolHarness) -> list[int]:
 
 def _is_empty(harness: PoolHarness) -> bool:
     pool = harness.pool
-    clients = any(client._streams or client._unstarted for client in pool.engines)
-    return not (clients or pool._waiting or pool._suspended or pool.queue._entries)
+    clients = any(client._responses or client._unstarted for client in pool.engines)
+    return not (clients or pool.waiting or pool._suspended or pool.queue._entries)
 
 
 @async_test
@@ -82,7 +82,7 @@ async def test_single_engine_may_restart_with_other_numerics() -> None:
     assert harness.pool.ready is None and stream.is_open
     harness.engines[0].load(numerics="another")
     assert harness.pool.ready and harness.pool.ready.numerics == "another"
-    assert await harness.texts() == [expected_tokens(stream)]
+    assert harness.texts() == [expected_tokens(stream)]
 
 
 @pytest.mark.parametrize(("slots", "capacity"), [(1, 2), (4, 5), (8, 10), (32, 40), (256, 264)])
@@ -144,10 +144,10 @@ async def test_only_requests_of_an_engine_are_cancelled_there() -> None:
     harness = PoolHarness(1, slots=1)
     streams = [harness.submit((number,), n=2) for number in range(3)]
     harness.step()
-    streams[1].close()
+    streams[1].end()
     assert not harness.engines[0].frames
     assert [stream.queue_position for stream in streams] == [None, None, 1]
-    streams[0].close()
+    streams[0].end()
     assert len(harness.engines[0].frames) == 2
     harness.step(2)
     assert [stream.queue_position for stream in streams] == [None] * 3
@@ -179,8 +179,8 @@ async def test_all_sequences_of_a_request_run_on_one_engine_while_others_pass() 
     harness.step(3)
     assert [stream.engine for stream in (forks, other)] == [1, 0]
     assert forks.queue_position is None and other.queue_position == 1
-    harness.streams[0].close()
-    assert await harness.texts([forks, other]) == [expected_tokens(forks), expected_tokens(other)]
+    harness.completions[0].end()
+    assert harness.texts([forks, other]) == [expected_tokens(forks), expected_tokens(other)]
     assert {request.id for request in forks.requests} <= set(harness.engines[1].seen)
 
 
@@ -189,11 +189,11 @@ async def test_requests_with_a_cached_prefix_return_to_its_engine() -> None:
     harness = PoolHarness(3)
     first = [harness.submit((number,) * 16) for number in range(3)]
     assert sorted(stream.engine for stream in first) == [0, 1, 2]
-    await harness.texts()
+    harness.texts()
     for turn in range(1, 4):
         again = [harness.submit((*(number,) * 16, *range(turn * 8)), n=2) for number in (2, 0, 1)]
         assert [stream.engine for stream in again] == [first[number].engine for number in (2, 0, 1)]
-        await harness.texts(again)
+        harness.texts(again)
 
 
 @async_test
@@ -202,17 +202,17 @@ async def test_waiting_requests_of_a_crashed_engine_move_and_keep_their_position
     for number in range(8):
         harness.submit((number,) * 8)
     harness.step(3)
-    assert [stream.engine for stream in harness.streams] == [0, 1, 0, 1, 0, 1, None, None]
-    positions = [stream.queue_position for stream in harness.streams]
+    assert [stream.engine for stream in harness.completions] == [0, 1, 0, 1, 0, 1, None, None]
+    positions = [stream.queue_position for stream in harness.completions]
     assert positions == [None] * 4 + [0, 1, 2, 3]
     harness.engines[0].crash()
-    assert [stream.queue_position for stream in harness.streams] == positions
+    assert [stream.queue_position for stream in harness.completions] == positions
     assert harness.pool.ready and harness.pool.restarts == 1
     harness.step(40)
-    delayed = [harness.streams[index] for index in (0, 2, 4)]
-    assert [s for s in harness.streams if s.is_open] == delayed, "one stream waits for the crashed engine"
+    delayed = [harness.completions[index] for index in (0, 2, 4)]
+    assert [s for s in harness.completions if s.is_open] == delayed, "one stream waits for the crashed engine"
     harness.engines[0].load()
-    assert await harness.texts() == [expected_tokens(stream) for stream in harness.streams]
+    assert harness.texts() == [expected_tokens(stream) for stream in harness.completions]
     in_flight = {request.id for stream in delayed for request in stream.requests}
     assert not in_flight.intersection(harness.engines[1].seen), "requests in flight must not move to another engine"
 
@@ -223,7 +223,7 @@ async def test_new_requests_do_not_run_with_suspects() -> None:
     for number in range(6):
         harness.submit((number,) * 8, max_tokens=50)
     harness.step(2)
-    crashed = harness.streams[0].engine or 0
+    crashed = harness.completions[0].engine or 0
     harness.engines[crashed].crash()
     harness.engines[crashed].load()
     assert harness.pool.engines[crashed].n_suspects == 2
@@ -241,16 +241,16 @@ async def test_requests_of_an_abandoned_engine_move_to_the_others() -> None:
     harness.engines[0].crash()
     harness.engines[0].give_up(_STOPPED)
     assert harness.pool.ready and not harness.pool._stopped_event.is_set()
-    assert await harness.texts() == [expected_tokens(stream) for stream in harness.streams]
+    assert harness.texts() == [expected_tokens(stream) for stream in harness.completions]
     moved = [name for name in harness.engines[1].seen if name in {"r0/0", "r2/0", "r4/0"}]
     assert moved == ["r0/0", "r2/0", "r4/0"], "they return to the head of the queue in order"
     assert sum(client.replayed for client in harness.pool.engines) == 3
     stream = harness.submit((1,) * 8)
     assert stream.engine == 1
     harness.engines[1].give_up(EngineStopped("so did this one", 1))
-    assert await harness.text(stream) == "EngineFailed"
+    assert harness.text(stream) == "EngineFailed"
     assert str(await asyncio.wait_for(harness.pool.wait_stopped(), 60)) == "so did this one"
-    for again in (lambda: harness.submit((1,)), lambda: harness.pool.resume(stream)):
+    for again in (lambda: harness.submit((1,)), lambda: harness.pool.resubmit(stream)):
         with pytest.raises(NotReady):
             again()
 
@@ -260,12 +260,12 @@ async def test_suspect_that_disconnects_and_resumes_stays_a_suspect() -> None:
     harness = PoolHarness(1)
     stream = harness.submit((1,) * 8)
     for _ in range(2):
-        stream.pause()
-        harness.pool.resume(stream)
+        stream.detach()
+        stream.attach()
         harness.step()
         harness.engines[0].crash()
         harness.engines[0].load()
-    assert await harness.text(stream) == "EngineFailed"
+    assert harness.text(stream) == "EngineFailed"
 
 
 @async_test
@@ -276,7 +276,7 @@ async def test_engine_that_restarts_with_other_weights_is_given_up() -> None:
     harness.engines[0].crash()
     harness.engines[0].load(numerics="another")
     assert harness.engines[0].is_stopped and harness.pool.ready
-    assert await harness.texts() == [expected_tokens(stream) for stream in streams]
+    assert harness.texts() == [expected_tokens(stream) for stream in streams]
     assert not any(isinstance(frame, Submit) for frame in harness.engines[0].frames)
 
 
@@ -287,7 +287,7 @@ async def test_stopping_the_pool_ends_every_stream_once_and_sends_nothing() -> N
         harness.submit((number,) * 8)
     harness.step()
     await harness.pool.stop()
-    assert await harness.texts() == ["NotReady"] * 6
+    assert harness.texts() == ["NotReady"] * 6
     assert not any(isinstance(frame, Submit) for engine in harness.engines for frame in engine.frames)
     assert (await asyncio.wait_for(harness.pool.wait_stopped(), 60)).exit_code == 0
 
@@ -305,7 +305,7 @@ async def test_requests_of_an_engine_being_killed_do_not_move() -> None:
     assert [stream.engine for stream in streams] == homes
     harness.engines[1].crash()
     harness.engines[1].load()
-    assert await harness.texts() == [expected_tokens(stream) for stream in streams]
+    assert harness.texts() == [expected_tokens(stream) for stream in streams]
 
 
 @async_test
@@ -314,16 +314,16 @@ async def test_paused_stream_resumes_on_its_engine_or_an_available_one() -> None
     stream = harness.submit((1,) * 8, max_tokens=30)
     home = stream.engine or 0
     harness.step(5)
-    stream.pause()
-    harness.pool.resume(stream)
+    stream.detach()
+    stream.attach()
     assert stream.engine == home
     harness.step(5)
-    stream.pause()
+    stream.detach()
     harness.step()
     harness.engines[home].crash()
-    harness.pool.resume(stream)
+    stream.attach()
     assert stream.engine == 1 - home
-    assert await harness.texts() == [expected_tokens(stream)]
+    assert harness.texts() == [expected_tokens(stream)]
 
 
 @async_test
@@ -335,9 +335,9 @@ async def test_suspended_stream_survives_its_engine() -> None:
     home = stream.engine or 0
     harness.engines[home].crash()
     harness.engines[home].give_up(_STOPPED)
-    first = await stream.receive()
+    first = take(stream)
     assert harness.pool.engines[1 - home].load == 1
-    assert tokens_of([*first, *await harness.read(stream)]) == expected_tokens(stream)
+    assert tokens_of([*first, *harness.read(stream)]) == expected_tokens(stream)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -346,7 +346,7 @@ async def test_every_stream_gives_its_output_alone_whatever_happens(seed: int) -
     """Crashes, reconnects, pauses and new requests in any order; prompts with common prefixes; several choices."""
     draw = random.Random(seed)
     harness = PoolHarness(draw.randint(2, 4), slots=draw.randint(1, 6))
-    paused: list[TokenStream] = []
+    paused: list[Completion] = []
     for _ in range(120):
         what, engine = draw.random(), draw.choice(harness.engines)
         if what < 0.3:
@@ -360,24 +360,24 @@ async def test_every_stream_gives_its_output_alone_whatever_happens(seed: int) -
                 engine.crash()
         elif what < 0.5 and engine.ready is None:
             engine.load()
-        elif what < 0.6 and harness.streams:
-            stream = draw.choice(harness.streams)
+        elif what < 0.6 and harness.completions:
+            stream = draw.choice(harness.completions)
             if stream in paused:
                 paused.remove(stream)
-                harness.pool.resume(stream)
+                stream.attach()
             elif stream.is_open:
                 paused.append(stream)
-                stream.pause()
+                stream.detach()
         else:
             harness.step()
     for stream in paused:
-        harness.pool.resume(stream)
+        stream.attach()
     for engine in harness.engines:
         if engine.ready is None:
             engine.load()
-    assert await harness.texts() == [expected_tokens(stream) for stream in harness.streams]
+    assert harness.texts() == [expected_tokens(stream) for stream in harness.completions]
     assert _is_empty(harness)
-    assert len({stream.engine for stream in harness.streams}) > 1
+    assert len({stream.engine for stream in harness.completions}) > 1
 
 
 @async_test
@@ -391,22 +391,22 @@ async def test_after_blaming_a_request_the_engine_runs_a_canary_first() -> None:
         harness.step()
         if engine.ready is None:
             engine.load()
-    assert engine.restarts == 2 and not streams[0].is_open and client.is_running_canary
+    assert engine.restarts == 2 and not streams[0].is_open and CANARY_ID in client._responses
     replayed = client.replayed
     engine.seen.clear()
     harness.step()
     assert engine.seen == [CANARY_ID] and client.n_suspects == 3 and harness.pool.queue.position(CANARY_ID) is None
     engine.crash()
-    assert client.n_suspects == 2 and not client.is_running_canary, "a crash during the canary blames no request"
-    assert CANARY_ID not in client._streams
+    assert client.n_suspects == 2 and CANARY_ID not in client._responses, "a crash during the canary blames no request"
+    assert CANARY_ID not in client._responses
     engine.load()
     late_stream = harness.submit((9,) * 8)
     harness.step(2)
-    assert not client.is_running_canary and engine.seen[-1] == CANARY_ID
-    assert (await harness.texts())[1:] == [expected_tokens(stream) for stream in (*streams[1:], late_stream)]
+    assert CANARY_ID not in client._responses and engine.seen[-1] == CANARY_ID
+    assert harness.texts()[1:] == [expected_tokens(stream) for stream in (*streams[1:], late_stream)]
     engine.crash()
     engine.load()
-    assert not client.is_running_canary, "no request was blamed for this crash"
+    assert CANARY_ID not in client._responses, "no request was blamed for this crash"
     assert client.replayed == replayed + 2
 
 

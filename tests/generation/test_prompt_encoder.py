@@ -15,9 +15,9 @@ from app.access.tenant_queue import WorkAccount
 from app.common.errors import InvalidRequest
 from app.common.ipc import Ready
 from app.common.model_version import Version
+from app.generation.engine_requests import BuiltRequests
 from app.generation.prompt_encoder import EncodedPrompt, PromptEncoder
 from app.generation.request import GenerationRequest
-from app.generation.session import BuiltRequests
 from app.tokenization.text_encoder import TextEncoder, TokenizerPool
 from model.tokenizer.infill import infill_tokens
 from model.tokenizer.tokenizer import Tokenizer

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from app.engine_client.supervisor import TOKENS_TO_CLEAR
+from app.engine_client.restart_policy import TOKENS_TO_CLEAR
 from tests.support.armed_faults import Faults
 from tests.support.load.concurrent_clients import (
     CompletionExchange,

@@ -149,7 +149,7 @@ def test_each_hand_over_exists_in_the_code_and_leads_to_the_next_step() -> None:
 
 
 SERVICE, POOL = "[`Service._begin`](../app/serving/service.py)", "../app/engine_client/engine_pool.py"
-SEND = "[`EngineClient._submit`](../app/engine_client/engine_pool.py)"
+SEND = "[`Replica._submit`](../app/engine_client/replica.py)"
 TAKE = "[`_WorkerLoop._receive`](../app/engine/worker_loop.py)"
 
 

@@ -14,7 +14,8 @@ import httpx
 import pytest
 
 from app.access.rate_limiter import ANONYMOUS
-from app.api.native.routes import ResumableStream
+from app.api.delivery import Connection
+from app.api.native.resumable_stream import ResumableStream
 from app.api.resume_store import ResumeStore
 from app.api.schemas import Receipt
 from app.common.errors import EngineError, NotReady, Starting
@@ -362,26 +363,29 @@ def test_every_response_names_its_weights(server: Server) -> None:
 async def test_disconnected_stream_with_closed_weights_gets_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Receipt, "of", lambda _admitted: None)
     instance = SimpleNamespace(is_closed=False)
-    stream = SimpleNamespace(is_open=True, wake=lambda: None)
     went_on: list[bool] = []
     handle: Any = SimpleNamespace(
         name="req-1",
         callers_id="",
         headers={},
         admitted=SimpleNamespace(instance=instance),
-        session=SimpleNamespace(stream=stream),
+        completion=SimpleNamespace(is_open=True, read=lambda _: None),
         service=SimpleNamespace(require_open=lambda: None),
-        suspend=lambda: None,
-        resume=lambda: went_on.append(True),
-        close=lambda: None,
+        detach=lambda: None,
+        attach=lambda: went_on.append(True),
+        end=lambda: None,
     )
     resume_store = ResumeStore(60.0)
-    parked = ResumableStream(handle, resume_store, owner="", extra={}, replay_bytes=1000)
-    parked.detach(parked.attach())
-    parked.detach(parked.reattach(ANONYMOUS))
+    stream = ResumableStream(handle, resume_store, owner="", extra={}, replay_bytes=1000)
+    first, second = Connection(), Connection()
+    stream.attach(first)
+    stream.detach(first)
+    stream.admit_reconnection(ANONYMOUS)
+    stream.attach(second)
+    stream.detach(second)
     assert went_on == [True]
     instance.is_closed = True
     with pytest.raises(ApiError, match="no longer served: send the request again") as raised:
-        parked.reattach(ANONYMOUS)
+        stream.admit_reconnection(ANONYMOUS)
     assert (raised.value.status, raised.value.code, went_on) == (404, "events_gone", [True])
     resume_store.clear()

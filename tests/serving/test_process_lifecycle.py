@@ -86,8 +86,7 @@ def test_sigint_ignored_at_startup_stays_ignored(tmp_path: Path, weights: Path) 
 
 def test_engine_that_cannot_start_ends_the_service(tmp_path: Path, weights: Path) -> None:
     sabotage = (
-        "from app.engine_client.engine_pool import EngineClient as c; "
-        "c.__init__.__kwdefaults__['command'] = ('/nonexistent',)"
+        "from app.engine_client.replica import Replica as c; c.__init__.__kwdefaults__['command'] = ('/nonexistent',)"
     )
     server = start_server(tmp_path, weights, wait=False, sabotage=sabotage)
     assert server.process.wait(60) == 2

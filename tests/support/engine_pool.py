@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable
 from typing import Any
 
 from app.common.ipc import Cancel, Down, Ready, Submit, WorkerConfig
 from app.common.model_version import Version
 from app.common.types import Counters, FinishReason, Request, RequestStarted, SampledEvent, StepReport
-from app.engine_client.engine_pool import EngineClient, EnginePool
+from app.engine_client.engine_pool import EnginePool
 from app.engine_client.fair_queue import FairQueue
+from app.engine_client.open_sequences import Writes
+from app.engine_client.replica import Replica
 from app.engine_client.supervisor import EngineStopped, WeightsFiles, read_directory
-from app.engine_client.token_stream import Arrival, TokenStream
+from app.generation.completion import Completion, CompletionTimes, Timeouts
+from app.generation.request import CompletionEvent, Delta, Finished, TokenDetail
 
 
 def ready_message(**changes: Any) -> Ready:
@@ -36,7 +38,7 @@ def _hash(tokens: Iterable[int], state: int = 0) -> int:
 class FakeSupervisor:
     """Replaces a supervisor and its engine process; handles its frames when the test calls step()."""
 
-    def __init__(self, client: EngineClient, slots: int) -> None:
+    def __init__(self, client: Replica, slots: int) -> None:
         self.client = client
         self.slots = slots
         self.ready: Ready | None = None
@@ -105,11 +107,15 @@ class FakeSupervisor:
             self._progress[name] = len(request.generated), _hash((*request.prompt, *request.generated))
             started.append(RequestStarted(name, 0))
         if self._is_killed():
-            self.client.on_report(StepReport(started=tuple(started), counters=self.counters))
+            self._report(StepReport(started=tuple(started), counters=self.counters))
             self.crash()
             return
         events = [self._sample(request) for request in list(self.running.values())]
-        self.client.on_report(StepReport(events=tuple(events), started=tuple(started), counters=self.counters, at=1.0))
+        self._report(StepReport(events=tuple(events), started=tuple(started), counters=self.counters, at=1.0))
+
+    def _report(self, report: StepReport) -> None:
+        self.client.on_report(report)
+        self.client._flush()  # as the event loop does after each read
 
     def _is_killed(self) -> bool:
         deadly = self.running.get(self.deadly)
@@ -129,28 +135,61 @@ class FakeSupervisor:
         return Counters(running=len(self.running), waiting=len(self.waiting), blocks_total=100)
 
 
+class TokenChoice:
+    """Stands in for an OutputChoice: each token is a Delta with its log-probabilities, and its index as the start."""
+
+    echo = None
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.n_tokens = 0
+        self.last_token_at: float | None = None
+        self.ended: Finished | None = None
+
+    def add(self, event: SampledEvent) -> list[Delta]:
+        if event.finish:
+            self.ended = Finished(self.index, str(event.finish))
+        if event.token is None:
+            return []
+        self.n_tokens += 1
+        details = tuple(TokenDetail(token, logprob, (), 0) for token, logprob in event.top)
+        return [Delta(self.index, str(event.token), details, event.index)]
+
+    def finish(self, reason: str) -> list[Delta]:
+        self.ended = Finished(self.index, reason)
+        return []
+
+
 class PoolHarness:
-    """An engine pool, its fake engines, and its streams."""
+    """An engine pool, its fake engines, and its completions."""
 
     def __init__(self, n: int = 2, *, slots: int = 4, capacity: int = 1000, load: bool = True) -> None:
         queue = FairQueue(max_requests=capacity, max_prompt_tokens=100_000)
         configs = [WorkerConfig(weights="", replica=index, replicas=n, max_running=slots) for index in range(n)]
-        self.pool = EnginePool([EngineClient(config) for config in configs], queue)
+        self.pool = EnginePool([Replica(config) for config in configs], queue)
         self.engines = [FakeSupervisor(client, slots) for client in self.pool.engines]
         for client, engine in zip(self.pool.engines, self.engines, strict=True):
             client.supervisor = engine  # type: ignore[assignment]
-        self.streams: list[TokenStream] = []
+        self.completions: list[Completion] = []
         if load:
             self.pool.start()
 
-    def submit(self, prompt: tuple[int, ...], n: int = 1, max_tokens: int = 12, **fields: Any) -> TokenStream:
-        names = [f"r{len(self.streams)}/{i}" for i in range(n)]
-        requests = [
-            Request(id=name, prompt=prompt, max_tokens=max_tokens, leader=names[0] if i else None, **fields)
-            for i, name in enumerate(names)
-        ]
-        self.streams.append(self.pool.submit(requests))
-        return self.streams[-1]
+    def submit(self, prompt: tuple[int, ...], n: int = 1, max_tokens: int = 12, **fields: Any) -> Completion:
+        names = [f"r{len(self.completions)}/{i}" for i in range(n)]
+        return self.submit_all(
+            [
+                Request(id=name, prompt=prompt, max_tokens=max_tokens, leader=names[0] if i else None, **fields)
+                for i, name in enumerate(names)
+            ]
+        )
+
+    def submit_all(self, requests: list[Request], timeouts: Timeouts | None = None) -> Completion:
+        choices: Any = [TokenChoice(index) for index in range(len(requests))]
+        timeouts = timeouts or Timeouts(deadline=10_000.0, queue=10_000.0, heartbeat=10_000.0)
+        completion = Completion(self.pool, requests, choices, timeouts, CompletionTimes())
+        completion.submit()
+        self.completions.append(completion)
+        return completion
 
     def step(self, times: int = 1) -> None:
         for _ in range(times):
@@ -165,37 +204,50 @@ class PoolHarness:
             self.step()
         raise AssertionError("the engines still have work")
 
-    async def texts(self, streams: list[TokenStream] | None = None) -> list[list[int] | str]:
-        """Runs all streams to their end; returns the tokens of each, or the name of its error."""
+    def texts(self, completions: list[Completion] | None = None) -> list[list[int] | str]:
+        """Runs all completions to their end; returns the tokens of each, or the name of its error."""
         self.run()
-        return [await self.text(stream) for stream in streams or self.streams]
+        return [self.text(completion) for completion in completions or self.completions]
 
-    async def text(self, stream: TokenStream) -> list[int] | str:
-        arrivals = await self.read(stream)
-        errors = [type(a.item).__name__ for a in arrivals if isinstance(a.item, Exception)]
-        return errors[0] if errors else tokens_of(arrivals)
+    def text(self, completion: Completion) -> list[int] | str:
+        events = self.read(completion)
+        return type(completion.failure).__name__ if completion.failure else tokens_of(events)
 
-    async def read(self, stream: TokenStream) -> list[Arrival]:
-        """Everything that arrives until the stream ends."""
-        arrivals: list[Arrival] = []
+    def read(self, completion: Completion) -> list[CompletionEvent]:
+        """All events until the completion ends."""
+        events: list[CompletionEvent] = []
         self.run()
-        while stream.is_open or stream._arrivals:
-            arrivals += await asyncio.wait_for(stream.receive(), 60)
+        while completion.is_open or completion.events:
+            events += take(completion)
             self.run()
-        return arrivals
+        return events
 
 
-def tokens_of(arrivals: Iterable[Arrival], choice: int = 0) -> list[int]:
+def take(completion: Completion) -> list[CompletionEvent]:
+    """The events that wait, as a reader takes them that then stops reading."""
+    events: list[CompletionEvent] = []
+
+    def consume(_writes: Writes) -> bool:
+        events.extend(completion.events)
+        completion.events.clear()
+        return True
+
+    completion.read(consume)
+    completion.read(None)
+    return events
+
+
+def tokens_of(events: Iterable[CompletionEvent], choice: int = 0) -> list[int]:
     """The tokens of a choice; checks that each arrived once and in order."""
-    events = [a.item for a in arrivals if isinstance(a.item, SampledEvent) and a.choice == choice]
-    assert [event.index for event in events] == list(range(len(events)))
-    return [event.token for event in events if event.token is not None]
+    deltas = [event for event in events if isinstance(event, Delta) and event.index == choice]
+    assert [delta.start for delta in deltas] == list(range(len(deltas)))
+    return [int(delta.text) for delta in deltas]
 
 
-def expected_tokens(stream: TokenStream) -> list[int]:
-    """The tokens that a stream must receive, with or without crashes and pauses."""
-    state, tokens = _hash(stream.requests[0].prompt), list[int]()
-    for _ in range(stream.requests[0].max_tokens):
+def expected_tokens(completion: Completion) -> list[int]:
+    """The tokens that a completion must get, with or without crashes and suspensions."""
+    state, tokens = _hash(completion.requests[0].prompt), list[int]()
+    for _ in range(completion.requests[0].max_tokens):
         tokens.append(state % 1000)
         state = _hash(tokens[-1:], state)
     return tokens

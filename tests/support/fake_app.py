@@ -12,7 +12,7 @@ import pytest
 from fastapi import FastAPI
 
 from app.common.settings import Settings
-from app.engine_client.engine_pool import EngineClient
+from app.engine_client.replica import Replica
 from app.main import create_app
 
 _COMMAND = (sys.executable, "-P", "-m", "tests.support.fake_engine", "1")
@@ -22,7 +22,7 @@ _COMMAND = (sys.executable, "-P", "-m", "tests.support.fake_engine", "1")
 async def running_app(weights: Path, **settings: Any) -> AsyncGenerator[FastAPI, None]:
     """Runs the application for the block; it is ready when the block begins."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(EngineClient.__init__.__kwdefaults__, "command", _COMMAND)
+        patch.setitem(Replica.__init__.__kwdefaults__, "command", _COMMAND)
         app = create_app(Settings(weights=weights, kernels="torch", **settings))
         async with app.router.lifespan_context(app):
             await app.state.service.wait_loaded()

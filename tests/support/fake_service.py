@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 
 from app.__main__ import main
-from app.engine_client import engine_pool
+from app.engine_client import replica
 from app.serving import instance_factory
 
 if __name__ == "__main__":
     command = (sys.executable, "-P", "-m", "tests.support.fake_engine", sys.argv[1])
-    engine_pool.EngineClient.__init__.__kwdefaults__["command"] = command
-    assert instance_factory.EngineClient is engine_pool.EngineClient
+    replica.Replica.__init__.__kwdefaults__["command"] = command
+    assert instance_factory.Replica is replica.Replica
     sys.exit(main(sys.argv[2:]))

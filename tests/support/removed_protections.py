@@ -109,8 +109,8 @@ async def _render_each_time(_real: Any, rendering: Any) -> bytes:
     return b"".join(rendering._parts())
 
 
-@_removal("replay.copied", "app.api.resume_store", "StoredStream._replayed")
-def _replay_in_one_piece(_real: Any, stream: Any, _subscription: Any, number: int) -> Any:
+@_removal("replay.copied", "app.api.native.resumable_stream", "ResumableStream._replayed")
+def _replay_in_one_piece(_real: Any, stream: Any, number: int, _connection: Any) -> Any:
     yield b"".join(stream._replay_buffer.since(number, 1 << 30))
 
 
@@ -141,7 +141,7 @@ def _every_text_is_short(*_arguments: Any) -> bool:
 
 
 @_removal("tokenizer.unchecked", "app.tokenization.tokenizer_trial", "_attack")
-@_removal("stream.unbounded", "app.engine_client.token_stream", "TokenStream._suspend")
+@_removal("stream.unbounded", "app.generation.completion", "Completion._suspend")
 @_removal("engine.unproven", "app.engine.startup", "check_finite_logits")
 def _do_nothing(*_arguments: Any, **_named: Any) -> None:
     pass

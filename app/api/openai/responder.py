@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import Request
 from starlette.responses import Response
 
-from app.api.event_frames import EventFrames
+from app.api.delivery import Connection, Delivery
 from app.api.openai.schemas import LegacyLogprobs, OpenAIChunk, OpenAIFields, OpenAIResponse
-from app.api.request_handle import CollectedOutput, RequestHandle
+from app.api.request_handle import RequestHandle
 from app.api.schemas import Usage, top_token
 from app.common.fault_injection import fault
+from app.generation.collector import CollectedOutput
 from app.generation.request import CompletionEvent, Delta, Finished, TokenDetail, TokenTable
 from app.http import sse
 from app.http.response_model import NOT_SENT, LazyArray, ResponseModel
@@ -93,6 +95,7 @@ _COLUMNS: Sequence[_Column] = (
 
 
 PING_SECONDS = 15.0
+_PING, _DONE = b": ping\n", b"data: [DONE]\n\n"
 
 
 def _frame(data: ResponseModel | dict[str, Any]) -> bytes:
@@ -111,7 +114,7 @@ def common_fields(handle: RequestHandle, prefix: str, kind: str) -> dict[str, An
     }
 
 
-class Responder(EventFrames):
+class Responder(Delivery):
     """Writes one request's response; subclasses define the format of a choice."""
 
     response_type: type[OpenAIResponse]
@@ -120,12 +123,11 @@ class Responder(EventFrames):
     def __init__(self, handle: RequestHandle, body: OpenAIFields, head: dict[str, Any]) -> None:
         super().__init__(handle)
         self.started: set[int] = set()
-        """Choices of which a chunk was encoded."""
+        """Choices with an encoded chunk."""
         self._stream = bool(body.stream)
         options = body.stream_options
         self._includes_usage = bool(options and options.include_usage)
         self._has_continuous_usage = bool(options and options.continuous_usage_stats)
-        self.is_finished = False
         self._pending: dict[int, tuple[TokenDetail, ...]] = {}
         self._head = head
         echoed = {"user": body.user, "request_id": body.request_id, "truncated": handle.admitted.truncated or None}
@@ -150,44 +152,33 @@ class Responder(EventFrames):
     async def respond(self, request: Request) -> Response:
         """Sends the response and ends the request."""
         if self._stream:
-            return sse.EventStreamResponse(self._frames, self.handle.close, self.handle.headers)
+            self.attach(connection := Connection())
+            return sse.EventStreamResponse(partial(self.frames, connection), self.handle.end, self.handle.headers)
         return await self.handle.respond(self._full_response(), request)
 
     async def _full_response(self) -> OpenAIResponse:
         """The response as one object. Raises EngineError."""
         outputs = self._select_best(await self.handle.collect())
         choices = [self.full_choice(i, output) for i, output in enumerate(outputs)]
-        return self.response_type(**self._head, choices=choices, usage=Usage.of(self.handle.session), **self._extra)
-
-    async def _frames(self, writer: sse.BodyWriter | None) -> AsyncIterator[bytes]:
-        """Data-only frames, with heartbeats when there is no output for long, and `[DONE]` at the end."""
-        sent_at = time.monotonic()
-        while not self.is_finished:
-            if frames := await self.next_frames(writer):
-                yield frames
-                sent_at = time.monotonic()
-            elif time.monotonic() - max(sent_at, self.written_at) >= PING_SECONDS:
-                yield b": ping\n"
-                sent_at = time.monotonic()
-        yield b"data: [DONE]\n\n"
+        return self.response_type(**self._head, choices=choices, usage=Usage.of(self.completion), **self._extra)
 
     def encode_end(self) -> bytes:
-        """The chunk with the usage, if the client asked for it."""
+        """The chunk with the usage, if the client asked for it, and `[DONE]`."""
         if not self._includes_usage:
-            return b""
-        usage = Usage.of(self.handle.session)
-        return _frame(OpenAIResponse(**self._head, choices=[], usage=usage, **self._extra))
+            return _DONE
+        usage = Usage.of(self.completion)
+        return _frame(OpenAIResponse(**self._head, choices=[], usage=usage, **self._extra)) + _DONE
 
     def encode_error(self, body: dict[str, Any]) -> bytes:
-        """The error as a chunk."""
-        return _frame(body)
+        """The error as a chunk, and `[DONE]`."""
+        return _frame(body) + _DONE
 
     def encode(self, event: CompletionEvent) -> bytes:
         """The chunks of an event; tokens without text are sent with the next text, or with the end."""
         if isinstance(event, Finished):
             return self._chunk(event.index, "", self._pending.pop(event.index, ()), event)
-        if not isinstance(event, Delta):
-            return b""
+        if not isinstance(event, Delta):  # no client knows of queues; a proxy must see that the connection lives
+            return _PING if time.monotonic() - self.written_at >= PING_SECONDS else b""
         if not (event.tokens or self._pending):  # nearly all events
             return self._chunk(event.index, event.text, ())
         tokens = (*self._pending.pop(event.index, ()), *event.tokens)
@@ -201,7 +192,7 @@ class Responder(EventFrames):
         """A chunk with one choice. That of a text alone takes a tenth of the time: only the text is encoded."""
         after = self._after[0]
         if self._has_continuous_usage:
-            after = f"{after}{sse.ascii_json(Usage.of(self.handle.session))}{self._after[1]}"
+            after = f"{after}{sse.ascii_json(Usage.of(self.completion))}{self._after[1]}"
         if index in self._around_texts and not (tokens or finished):
             start, end = self._around_texts[index]
             return f"{start}{sse.quoted(text)}{end}{after}\n\n".encode("ascii")
@@ -215,7 +206,7 @@ class Responder(EventFrames):
 
     def _select_best(self, outputs: list[CollectedOutput]) -> list[CollectedOutput]:
         """The n continuations of each prompt with the best mean log-probability of their tokens."""
-        request, choices = self.handle.admitted.request, self.handle.session.choices
+        request, choices = self.handle.admitted.request, self.completion.choices
         if not request.is_ranked:
             return outputs
         best = []

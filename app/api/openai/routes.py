@@ -33,9 +33,10 @@ from app.api.openai.responder import (
 )
 from app.api.openai.schemas import ChatRequest, CompletionsRequest, OpenAIFields
 from app.api.openapi import declared
-from app.api.request_handle import CollectedOutput, RequestHandle
+from app.api.request_handle import RequestHandle
 from app.chat.template import ChatTemplate
 from app.common.errors import InvalidRequest
+from app.generation.collector import CollectedOutput
 from app.generation.request import Finished, GenerationRequest, TokenDetail
 from app.http.auth import tenant_of
 from app.http.errors import ApiError

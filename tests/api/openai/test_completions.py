@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from app.api.openai import responder, routes
-from app.generation import session
+from app.generation import completion
 from tests.support.async_test import async_test
 from tests.support.fake_app import running_app
 from tests.support.servers import Server
@@ -71,7 +71,7 @@ def test_error_names_one_field_in_the_common_shape(
 
 @async_test
 async def test_idle_streams_send_comments_that_clients_skip(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name in ((routes, "PING_SECONDS"), (responder, "PING_SECONDS"), (session, "_QUEUE_EVENT_SECONDS")):
+    for module, name in ((routes, "PING_SECONDS"), (responder, "PING_SECONDS"), (completion, "_QUEUE_EVENT_SECONDS")):
         monkeypatch.setattr(module, name, 0.05)
     async with running_app(weights, max_running=1) as app:
         transport = httpx.ASGITransport(app=app)
