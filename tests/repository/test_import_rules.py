@@ -1,4 +1,4 @@
-"""Import rules: which folder may import which, what each may use from outside, no cycles, readable files."""
+"""Import rules: which folder may import which, what each may use from outside, no cycles, docstrings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from tests.support import ROOT
 from tests.support.longest_files import LONGEST
 from tests.tools.repository_metrics import (
     colliding_classes,
-    folder_sizes,
     module_of,
     package_edges,
     package_of,
@@ -148,8 +147,7 @@ def test_package_init_files_import_nothing() -> None:
         assert init.is_file() and not _imports(tree_of(init)), init
 
 
-def test_folders_are_small_and_public_class_names_unique() -> None:
-    assert {name: files for name, files in folder_sizes(ROOT).items() if files > 20} == {}
+def test_public_class_names_are_unique() -> None:
     assert colliding_classes(ROOT) == {}
 
 
@@ -222,23 +220,23 @@ def test_imports_have_no_cycle() -> None:
     TopologicalSorter({name: (names & _graph().keys()) - {name} for name, names in _graph().items()}).prepare()
 
 
-def test_files_and_functions_are_short_and_public_ones_documented() -> None:
+def test_modules_and_public_names_have_docstrings() -> None:
     """Methods that implement another library's protocol are documented there."""
     for path in FILES:
         tree = tree_of(path)
-        source = path.read_text()
-        assert source.isascii(), path
-        assert source.count("\n") <= 600, f"{path} has {source.count(chr(10))} lines"
-        assert not source or ast.get_docstring(tree), f"{path} has no docstring"
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                length = (node.end_lineno or 0) - node.lineno + 1
-                assert length <= 60, f"{path}:{node.lineno} {node.name} has {length} lines"
+        assert not tree.body or ast.get_docstring(tree), f"{path} has no docstring"
         owners = [tree, *(n for n in tree.body if isinstance(n, ast.ClassDef) and not n.name.startswith("_"))]
         for node in (node for owner in owners for node in owner.body if "benchmarks" not in path.parts):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 is_public = not node.name.startswith("_") and node.name not in ("forward", "collect")
                 assert not is_public or ast.get_docstring(node), f"{path}:{node.lineno} {node.name} has no docstring"
+
+
+def test_the_adversarial_suite_imports_only_the_standard_library_and_itself() -> None:
+    """It is a second opinion: a wrong assumption of the service's code must not be one of the attacks, too."""
+    for path in (ROOT / "tests/redteam").glob("*.py"):
+        for name in _imports(tree_of(path)):
+            assert name.startswith("tests.redteam") or name.partition(".")[0] in sys.stdlib_module_names, (path, name)
 
 
 def test_longest_test_files_exist_and_are_listed_once() -> None:

@@ -28,6 +28,7 @@ _PROXY = re.compile(r"(?:localhost|127\.0\.0\.1):8080\b")
 # Programs that need no review: they change only files of the clone, or send requests to the service.
 _PROGRAMS = {INKSTREAM, ".venv/bin/python", "cat", "cp", "curl", "echo", "kill", "ln", "mkdir", "mv", "nginx", "sed"}
 _PROGRAMS |= {"set", "sleep"}
+_SERVED = re.compile(r"make (?:serve|train)\b")
 # Training as the pages show it takes minutes; with these flags a few steps take a second.
 SHORT = ["--context", "32", "--windows", "4", "--device", "cpu", "--report-seconds", "0.001"]
 NEW = ["--vocab-size", "300", "--layers", "1", "--width", "32", "--heads", "2"]
@@ -56,12 +57,32 @@ class Fence:
     """Empty if the page names none."""
     text: str
     line: int
+    not_run: str = ""
+    """Why no test can run it, as a comment above it says: <!-- not run: REASON -->."""
 
 
 def fences(page: str) -> list[Fence]:
     """The fenced blocks of a page, in order."""
-    found = re.finditer(r"^( *)```([\w-]*)\n(.*?)^\1```$", page, re.MULTILINE | re.DOTALL)
-    return [Fence(match[2], match[3], page.count("\n", 0, match.start()) + 1) for match in found]
+    mark = r"(?:^ *<!-- not run: (?P<why>[^\n]+) -->\n)?"
+    block = rf"{mark}^(?P<indent> *)```(?P<language>[\w-]*)\n(?P<text>.*?)^(?P=indent)```$"
+    found = re.finditer(block, page, re.MULTILINE | re.DOTALL)
+    return [
+        Fence(match["language"], match["text"], page.count("\n", 0, match.start("indent")) + 1, match["why"] or "")
+        for match in found
+    ]
+
+
+def reason_to_skip(fence: Fence, command: str = "") -> str | None:
+    """Why a test leaves out a block, or this command of it; None if the test runs it."""
+    if fence.not_run:
+        return fence.not_run
+    if script := re.match(r'"""(\w+\.py) ', fence.text):
+        return f"the reader saves it as {script[1]}"
+    if "HuggingFaceTB/" in command:
+        return "downloads from the Hugging Face Hub"
+    if command.startswith("make "):
+        return None if _SERVED.match(command) else "tests run only make serve and make train"
+    return reason_not_to_run(command)
 
 
 def commands(page: str) -> list[str]:
@@ -213,7 +234,7 @@ class PageReader:
     def _shell(self, command: str) -> str:
         """Runs a command in a shell that keeps variables; `$!` is the service that the page started."""
         if reason := reason_not_to_run(command):
-            raise AssertionError(f"not run; list it in HELD of tests/repository/test_docs.py: {command}: {reason}")
+            raise AssertionError(f"{command}: {reason}")
         if self._started:
             command = command.replace("$!", str(self._started.process.pid))
         state = self.clone / ".venv/variables"

@@ -15,7 +15,6 @@ LONGEST = (
     "promises/test_r23_same_text.py",
     "promises/test_r20_soak.py",
     "promises/test_r08_live_loop.py",
-    "repository/test_redteam.py",
     "repository/test_wheel.py",
     "promises/test_r22_nginx.py",
     "promises/test_s27_tokenizer_regexes.py",

@@ -1,9 +1,9 @@
-"""Metrics of the product (app and model): imports between packages, folder sizes, and classes that share a name."""
+"""Metrics of the product (app and model): imports between packages, and classes that share a name."""
 
 from __future__ import annotations
 
 import ast
-from collections import Counter, defaultdict
+from collections import defaultdict
 from functools import cache
 from pathlib import Path
 
@@ -68,8 +68,3 @@ def colliding_classes(root: Path) -> dict[str, list[str]]:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 files[node.name].append(str(path.relative_to(root)))
     return {name: found for name, found in sorted(files.items()) if len(found) > 1}
-
-
-def folder_sizes(root: Path) -> Counter[str]:
-    """Folder -> number of its modules, without __init__.py and __main__.py."""
-    return Counter(str(path.parent.relative_to(root)) for path in product_files(root) if not path.stem.startswith("__"))
