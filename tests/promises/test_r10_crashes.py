@@ -19,8 +19,8 @@ from tests.support.armed_faults import Faults
 from tests.support.load.concurrent_clients import (
     CompletionExchange,
     RequestSpec,
+    compare_outputs,
     concurrent_requests,
-    count_same,
     is_ready,
     kill_engine,
     outputs,
@@ -30,6 +30,7 @@ from tests.support.model.tiny_models import tiny_weights
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server, is_clean
 from tests.support.services import Services
+from tests.support.trials import Trials
 
 _TEXT: dict[str, Any] = {"prompt": "Once upon a time", "ignore_eos": True, "temperature": 1.0}
 
@@ -101,23 +102,24 @@ def _run_with_kills(server: Server, specs: list[RequestSpec], kills: int) -> tup
     return answers, killed
 
 
-def _count_identical(server: Server, specs: list[RequestSpec], kills: int, *, kills_per_round: int) -> tuple[int, int]:
-    """Numbers of responses identical to those without kills, and of all responses; kills come in rounds."""
-    expected, killed, same, n = outputs(send_all(server, specs)), 0, 0, 0
+def _compare_with_kills(server: Server, specs: list[RequestSpec], kills: int, *, kills_per_round: int) -> Trials:
+    """Compares responses with those without kills; kills come in rounds."""
+    expected, killed, trials = outputs(send_all(server, specs)), 0, Trials()
     before = server.metric("engine_restarts_total")
     while killed < kills:
         answers, times = _run_with_kills(server, specs, min(kills_per_round, kills - killed))
-        same, killed, n = same + count_same(answers, expected), killed + times, n + len(specs)
+        trials += compare_outputs(server, answers, expected)
+        killed += times
     assert server.metric("engine_restarts_total") == before + killed
-    return same, n
+    return trials
 
 
 def test_streams_continue_after_every_engine_kill(server: Server, promise: Promise) -> None:
     """32 streams of the fake engine, which starts fast enough to be killed often."""
     kills, before = promise.size(3, 20), server.metric("replayed_requests_total")
-    same, n = _count_identical(server, _streams(32, max_tokens=250), kills, kills_per_round=4)
+    trials = _compare_with_kills(server, _streams(32, max_tokens=250), kills, kills_per_round=4)
     assert server.metric("replayed_requests_total") > before + kills
-    promise.all_of("streams byte-identical through kill -9 of a fake engine", same, n)
+    promise.all_of("streams byte-identical through kill -9 of a fake engine", trials)
 
 
 @pytest.mark.parametrize("kernels", ["torch", "native"])
@@ -129,8 +131,8 @@ def test_requests_of_every_kind_continue_after_an_engine_kill(
         request.getfixturevalue("native_library")
     flags = ("--dtype", "float32", "--prompt-tokens-beside", "16", "--kernels", kernels)
     server = serve(*flags, weights=tiny_weights(tmp_path / "tiny", context=2048))
-    same, n = _count_identical(server, _mixed(100), promise.size(1, 20), kills_per_round=2)
-    promise.all_of(f"requests of every kind identical through kill -9, {kernels}", same, n)
+    trials = _compare_with_kills(server, _mixed(100), promise.size(1, 20), kills_per_round=2)
+    promise.all_of(f"requests of every kind identical through kill -9, {kernels}", trials)
 
 
 @pytest.mark.parametrize("point", ["engine.step", "engine.submit"])
@@ -150,14 +152,15 @@ def test_only_the_request_that_kills_the_engine_is_refused(
             faults.disarm("engine.forward")
     refused = poisoned[0].output()["end"]["error"]
     assert refused["code"] == "engine_failed" and "crashed twice" in refused["message"]
-    promise.all_of(f"other outputs identical beside a poisoned request ({point})", count_same(answers, expected), 31)
+    others = compare_outputs(server, answers, expected)
+    promise.all_of(f"other outputs identical beside a poisoned request ({point})", others)
     assert server.metric("engine_restarts_total") == restarts + 2
     for _ in range(2):  # without streaming, and repeated: only the request fails
         assert server.wait_for(lambda: is_ready(server), 60)
         (answer,) = send_all(server, [RequestSpec(body={**poison.body, "stream": False})])
         assert answer.status == 500 and answer.output()["error"]["code"] == "engine_failed"
         assert server.wait_for(lambda: is_ready(server), 60)
-        assert count_same(send_all(server, specs[:1]), expected[:1]) == 1
+        assert compare_outputs(server, send_all(server, specs[:1]), expected[:1]).good == 1
 
 
 @pytest.mark.parametrize("engines", [1, 2])
@@ -191,8 +194,7 @@ def test_lost_device_pauses_all_requests_and_fails_none(server: Server, faults: 
         assert _have_started(server, answers)
         faults.arm("engine.forward", "lose device", times=1)
         faults.disarm("engine.step")
-    same = count_same(answers, expected)
-    promise.all_of("streams identical through the loss of the device", same, len(specs))
+    promise.all_of("streams identical through the loss of the device", compare_outputs(server, answers, expected))
     assert server.metric("engine_restarts_total") == restarts + 1 and not faults.is_armed("engine.forward")
     log = server.log_text()[since:]
     assert "the device is lost: an illegal memory access was encountered" in log

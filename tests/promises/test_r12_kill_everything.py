@@ -29,6 +29,7 @@ from tests.support.fake_compiler import fake_compiler
 from tests.support.load.concurrent_clients import (
     RequestSpec,
     children,
+    compare_outputs,
     concurrent_requests,
     engine_pid,
     engine_pids,
@@ -40,6 +41,7 @@ from tests.support.processes import living
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server, free_ports
 from tests.support.services import Services
+from tests.support.trials import Trials
 
 _SPECS = [
     RequestSpec(body={"prompt": "Once", "max_tokens": 150, "ignore_eos": True, "seed": seed, "temperature": 1.0})
@@ -73,7 +75,7 @@ def test_service_restarts_after_kill_9_of_every_process(
 
     server = start()
     expected = outputs(send_all(server, _SPECS))
-    good = 0
+    trials = Trials()
     for number in range(rounds):
         with concurrent_requests(server, _SPECS):
             time.sleep(rng.uniform(0.05, 0.5))
@@ -83,10 +85,11 @@ def test_service_restarts_after_kill_9_of_every_process(
             time.sleep(rng.uniform(0.0, 0.5))
             pids += _kill_all(server, api_first=True)
         server = start()
-        same = outputs(send_all(server, _SPECS)) == expected
+        answers = compare_outputs(server, send_all(server, _SPECS), expected)
         clean = not any(scratch.iterdir()) and _files(weights) == before
-        good += same and clean and server.wait_for(lambda pids=pids: not living(pids))  # type: ignore[misc]
-    promise.all_of("successful starts after kill -9 of everything under load", good, rounds)
+        ended = server.wait_for(lambda pids=pids: not living(pids))  # type: ignore[misc]
+        trials.compare(("", True, True), (answers.first_difference, clean, ended), log=server.log)
+    promise.all_of("successful starts after kill -9 of everything under load", trials)
 
 
 def _files(folder: Path) -> dict[str, int]:

@@ -23,11 +23,12 @@ from model.files import write_files
 from model.tokenizer.tokenizer import Tokenizer
 from tests.support.armed_faults import Faults, arm_this_process
 from tests.support.engine.mixed_requests import POISON, VICTIM, Outcome, mixed_requests, poisoned_decoder, serve
-from tests.support.load.concurrent_clients import CompletionExchange, RequestSpec, send_all
+from tests.support.load.concurrent_clients import CompletionExchange, RequestSpec, compare_outputs, outputs, send_all
 from tests.support.model.tiny_models import TEXT, VOCAB, tiny_config, tiny_decoder, tiny_engine
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server
 from tests.support.services import Services
+from tests.support.trials import Trials
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FAULT_POINTS = {
@@ -173,6 +174,10 @@ def _all_at_once(server: Server, bodies: list[dict[str, Any]], mode: str) -> lis
     return send_all(server, [RequestSpec(path=path, body={**body, "stream": mode != "whole"}) for body in bodies])
 
 
+def _without_victim(each: list[Any]) -> list[Any]:
+    return [*each[:VICTIM_INDEX], *each[VICTIM_INDEX + 1 :]]
+
+
 def _error(output: Any) -> dict[str, Any] | None:
     """The error of an event, a chunk or a response."""
     errors = output.get("errors") or [output.get("end", output).get("error")]
@@ -182,7 +187,7 @@ def _error(output: Any) -> dict[str, Any] | None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_poisoned_request_fails_alone_over_http(server: Server, faults: Faults, mode: str, promise: Promise) -> None:
-    bodies, good = _bodies(), 0
+    bodies, trials = _bodies(), Trials()
     before = [answer.output() for answer in _all_at_once(server, bodies, mode)]
     assert not any(map(_error, before))
     for case, (point, options) in CASES.items():
@@ -201,15 +206,13 @@ def test_poisoned_request_fails_alone_over_http(server: Server, faults: Faults, 
             assert server.has_logged(answers[VICTIM_INDEX].name, "InjectedFault", since=written), case
             begun = {kind: after[VICTIM_INDEX].get(kind, {}).get(0, []) for kind in ("texts", "tokens")}
             assert all(before[VICTIM_INDEX][kind][0][: len(part)] == part for kind, part in begun.items() if part), case
-        good += [*after[:VICTIM_INDEX], *after[VICTIM_INDEX + 1 :]] == [
-            *before[:VICTIM_INDEX],
-            *before[VICTIM_INDEX + 1 :],
-        ]
+        others = compare_outputs(server, _without_victim(answers), _without_victim(before))
+        trials.compare("", others.first_difference)
         assert server.wait_for(lambda: server.metric("kv_cache_usage_ratio") == 0), f"{case}: leaked blocks"
         assert server.wait_for(lambda: server.metric("requests_running") == 0)
         assert server.metric("block_violations_total") == 0
     assert server.metric("engine_restarts_total") == 0
-    promise.all_of(f"fault points at which only the poisoned one of 32 clients fails ({mode})", good, len(CASES))
+    promise.all_of(f"fault points at which only the poisoned one of 32 clients fails ({mode})", trials)
 
 
 def test_grammar_compilation_error_fails_only_its_request(server: Server, faults: Faults, promise: Promise) -> None:
@@ -223,10 +226,6 @@ def test_grammar_compilation_error_fails_only_its_request(server: Server, faults
     error = _error(after[VICTIM_INDEX].output())
     assert error and error["type"] == "server_error" and "guide" in error["message"]
     assert server.has_logged(after[VICTIM_INDEX].name)
-    pairs = [(one, other) for i, (one, other) in enumerate(zip(before, after, strict=True)) if i != VICTIM_INDEX]
     assert server.metric("engine_restarts_total") == 0
-    promise.all_of(
-        "responses identical beside a request whose grammar raises",
-        sum(a.output() == b.output() for a, b in pairs),
-        N_CLIENTS - 1,
-    )
+    others = compare_outputs(server, _without_victim(after), outputs(_without_victim(before)))
+    promise.all_of("responses identical beside a request whose grammar raises", others)

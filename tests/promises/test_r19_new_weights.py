@@ -33,6 +33,7 @@ from tests.support.promise_figures import Promise
 from tests.support.reloads import count_reloads, has_reloaded, point_link, refusal_lines
 from tests.support.servers import Server, start_server, stop_server
 from tests.support.services import Services
+from tests.support.trials import Trials
 
 _FOX = {"prompt": "The fox", "max_tokens": 60, "temperature": 0, "seed": 3, "ignore_eos": True}
 _IN_EVERY_RUN = (
@@ -268,14 +269,15 @@ def test_streams_and_resumed_streams_keep_their_weights(
     serve: Services, link: Path, weights_dirs: list[Path], faults: Faults, promise: Promise
 ) -> None:
     server = serve(weights=link, environment=faults.environment, fake_ms=10)
-    good, n, texts = 0, promise.size(4, 20), [_undisturbed(server)]
+    trials, n, texts = Trials(), promise.size(4, 20), [_undisturbed(server)]
     for index in range(n):
         events = _stream_across_reload(server, link, weights_dirs[(index + 1) % 2], faults, is_cut=index % 4 > 1)
         texts += [_undisturbed(server)] if index == 0 else []
-        good += joined_text(events) == texts[index % 2] and events[-1].name == "done"
+        got = (joined_text(events), events[-1].name)
+        trials.compare((texts[index % 2], "done"), got, request_id=events[0].id.partition(":")[0], log=server.log)
         assert _has_one_engine(server)
     assert texts[0] != texts[1]
-    promise.all_of("streams identical through a reload", good, n)
+    promise.all_of("streams identical through a reload", trials)
 
 
 def test_leftover_engines_and_streams_that_switch_weights_are_detected(

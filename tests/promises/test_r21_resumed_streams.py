@@ -18,6 +18,7 @@ from tests.support.load.concurrent_clients import is_ready, kill_engine
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server, is_clean
 from tests.support.services import Services
+from tests.support.trials import Trials
 
 _BODY: dict[str, Any] = {"prompt": "Once", "max_tokens": 60, "ignore_eos": True, "temperature": 1.0}
 _CONCURRENCY = 8
@@ -73,10 +74,24 @@ async def _cut_and_resume(client: httpx.AsyncClient, seed: int, **cut: int) -> l
     return events
 
 
-def _is_whole(events: list[Event], expected: str) -> bool:
+def _outcome(events: list[Event]) -> dict[str, Any]:
+    """Numbers of the events, how they end, and the text."""
     numbers = [int(event.id.rpartition(":")[2]) for event in events]
     ends = [event.name for event in events if event.name in ("done", "error")]
-    return numbers == list(range(len(numbers))) and ends == ["done"] and joined_text(events) == expected
+    return {"numbers": numbers, "ends": ends, "text": joined_text(events)}
+
+
+def _whole(events: list[Event], expected: str) -> dict[str, Any]:
+    return {"numbers": list(range(len(events))), "ends": ["done"], "text": expected}
+
+
+def _is_whole(events: list[Event], expected: str) -> bool:
+    return _outcome(events) == _whole(events, expected)
+
+
+def _compare(trials: Trials, server: Server, events: list[Event], expected: str, seed: int) -> None:
+    name = events[0].id.rpartition(":")[0] if events else ""
+    trials.compare(_whole(events, expected), _outcome(events), seed=seed, request_id=name, log=server.log)
 
 
 async def _cut_all(server: Server, cuts: list[tuple[int, dict[str, int]]]) -> list[list[Event]]:
@@ -99,9 +114,11 @@ def test_streams_cut_anywhere_can_be_completed(server: Server, promise: Promise)
     cuts += [{"n_bytes": rng.randrange(1, 6000)} for _ in range(n_cuts - n_ordered)]
     plan = [(number % n_seeds, cut) for number, cut in enumerate(cuts)]
     streams = asyncio.run(_cut_all(server, plan))
-    good = sum(_is_whole(one, joined_text(expected[seed])) for (seed, _), one in zip(plan, streams, strict=True))
+    trials = Trials()
+    for (seed, _), events in zip(plan, streams, strict=True):
+        _compare(trials, server, events, joined_text(expected[seed]), seed)
     assert is_clean(server, 30.0)
-    promise.all_of("streams complete after lost connections", good, n_cuts)
+    promise.all_of("streams complete after lost connections", trials)
 
 
 def test_gaps_and_repetitions_are_detected(server: Server) -> None:
@@ -119,15 +136,15 @@ def test_stream_survives_losing_client_and_engine(server: Server, promise: Promi
     body = {**_BODY, "max_tokens": 400}
     expected = joined_text(stream(server.url, **body, seed=5))
 
-    async def send_all() -> int:
-        good = 0
+    async def send_all() -> Trials:
+        trials = Trials()
         async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
             for _ in range(n):
                 request = client.build_request("POST", "/complete", json={**body, "seed": 5})
                 name, events = await _receive(client, request, n_events=10)
                 kill_engine(server)
-                good += _is_whole(await _resume(client, name, events), expected)
+                _compare(trials, server, await _resume(client, name, events), expected, seed=5)
                 assert server.wait_for(lambda: is_ready(server), 30)
-        return good
+        return trials
 
-    promise.all_of("streams complete after losing connection and engine", asyncio.run(send_all()), n)
+    promise.all_of("streams complete after losing connection and engine", asyncio.run(send_all()))

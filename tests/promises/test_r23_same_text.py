@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,6 +15,7 @@ from app.engine.execution.engine import Engine
 from tests.support.engine.mixed_requests import Outcome, mixed_requests
 from tests.support.model.tiny_models import tiny_decoder, tiny_engine
 from tests.support.promise_figures import Promise
+from tests.support.trials import Trials
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ROUND = 67
@@ -78,33 +80,38 @@ def _note(load: Load, cached_tokens: int) -> None:
     load.cached_tokens += cached_tokens
 
 
-def _is_same(one: Outcome, alone: Outcome, *, disconnected: bool) -> bool:
-    """Whether outcomes are equal; a disconnected client has a prefix."""
+def _expected(one: Outcome, alone: Outcome, *, disconnected: bool) -> Outcome:
+    """What a request must give; a disconnected client has a prefix."""
     if disconnected:
-        return one.events == alone.events[: len(one.events)] and one.scores == alone.scores[: len(one.scores)]
-    return one == alone
+        return Outcome(alone.events[: len(one.events)], alone.scores[: len(one.scores)], one.failures)
+    return alone
 
 
-def _count_same(rounds: int, load: Load) -> int:
+def _parts(one: Outcome) -> dict[str, list[Any]]:
+    return {"events": one.events, "scores": one.scores, "failures": one.failures}
+
+
+def _compare(rounds: int, load: Load) -> Trials:
     decoder = tiny_decoder()
     busy = tiny_engine(decoder, blocks=BLOCKS, tokens_per_step=48, max_running=12)
     quiet = tiny_engine(decoder, blocks=BLOCKS)
-    same = 0
+    trials = Trials()
     for seed in range(rounds):
         requests = list(_requests(seed))
         outcomes = _together(busy, requests, random.Random(seed), load)
-        same += sum(
-            _is_same(outcomes[r.id], _alone(quiet, r), disconnected=r.id in load.disconnected) for r in requests
-        )
-    return same
+        for r in requests:
+            one = outcomes[r.id]
+            expected = _expected(one, _alone(quiet, r), disconnected=r.id in load.disconnected)
+            trials.compare(_parts(expected), _parts(one), seed=seed, request_id=r.id)
+    return trials
 
 
 def test_output_under_load_equals_output_alone(way: str, promise: Promise) -> None:
     rounds, load = promise.size(2, 50), Load()
-    same = _count_same(rounds, load)
+    trials = _compare(rounds, load)
     assert load.preemptions > rounds and load.cached_tokens > 100 * rounds and load.most_running >= 6, load
     assert len(load.disconnected) > rounds
-    promise.all_of(f"outputs under load identical to those alone ({way})", same, rounds * ROUND)
+    promise.all_of(f"outputs under load identical to those alone ({way})", trials)
 
 
 def test_batch_dependent_random_draws_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,4 +119,4 @@ def test_batch_dependent_random_draws_are_detected(monkeypatch: pytest.MonkeyPat
     generator = random.Random(0)
     monkeypatch.setattr("app.engine.sampling.sampler.uniforms", lambda draws: [generator.random() for _ in draws])
     load = Load()
-    assert _count_same(1, load) < ROUND
+    assert _compare(1, load).good < ROUND

@@ -24,8 +24,8 @@ from tests.support.load.concurrent_clients import (
     CompletionExchange,
     RequestSpec,
     children,
+    compare_outputs,
     concurrent_requests,
-    count_same,
     engine_pid,
     is_ready,
     kill_engine,
@@ -37,6 +37,7 @@ from tests.support.promise_figures import Promise
 from tests.support.reloads import has_reloaded
 from tests.support.servers import Server
 from tests.support.services import Services
+from tests.support.trials import Trials
 
 _TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 Copy = Callable[[Path, Path], Iterator[None]]
@@ -176,16 +177,16 @@ def test_streams_survive_an_engine_kill_at_any_step_of_a_copy(
         counted = Path(shutil.copytree(sets[0], tmp_path / method / "weights"))
         n_steps = sum(1 for _ in copy(sets[1], counted))
         n = promise.size(2 if method == "in place" else 1, max(20, n_steps))
-        rng, same = random.Random(f"{method}/29"), 0
+        rng, trials = random.Random(f"{method}/29"), Trials()
         for attempt in range(n):
             expected = outputs(send_all(server, specs))
             steps = 1 + (attempt % n_steps if promise.full else rng.randrange(n_steps))
             reloads += 1
             found = _kill_during(server, copy(sets[reloads % 2], directory), steps, specs)
-            same += count_same(found, expected)
-            assert same == (attempt + 1) * len(specs), (method, steps, server.log.read_text()[-3000:])
+            trials += compare_outputs(server, found, expected)
+            assert not trials.first_difference, (method, steps, trials.first_difference)
             _reload(server)
-        promise.all_of(f"outputs identical, engine killed during a copy: {method}", same, n * len(specs))
+        promise.all_of(f"outputs identical, engine killed during a copy: {method}", trials)
 
 
 @pytest.mark.parametrize("method", ["in place", "removed first"])
@@ -213,18 +214,16 @@ def test_completions_grammars_and_chats_keep_the_served_version(
         RequestSpec(path="/v1/chat/completions", body=chat),
     ]
     flags = ("--dtype", "float32", "--threads", "1", "--kv-blocks", "64")
-    server, n, same = serve(*flags, weights=directory), promise.size(1, 20), 0
+    server, n, trials = serve(*flags, weights=directory), promise.size(1, 20), Trials()
     for attempt in range(n):
         expected, new = outputs(send_all(server, specs)), sets[(attempt + 1) % 2]
         deque(_replaced_in_place(new, directory), maxlen=0)
         (directory / "tokenizer.json").write_text("{}")
         kill_engine(server, *(pid for pid in children(server) if pid != engine_pid(server)))
         assert server.wait_for(lambda: is_ready(server))
-        same += count_same(send_all(server, specs), expected)
+        trials += compare_outputs(server, send_all(server, specs), expected)
         shutil.copyfile(new / "tokenizer.json", directory / "tokenizer.json")
         before = _model(server)
         server.process.send_signal(signal.SIGHUP)
         assert server.wait_for(lambda before=before: _model(server) != before), server.log_text()
-    promise.all_of(
-        "outputs identical to those before the copy, all helper processes killed after it", same, n * len(specs)
-    )
+    promise.all_of("outputs identical to those before the copy, all helper processes killed after it", trials)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -21,7 +22,10 @@ from tests.promises.report import (
     sentence,
 )
 from tests.support import ROOT
+from tests.support.load.concurrent_clients import compare_outputs, outputs, seeded, send_all
 from tests.support.promise_figures import Figure, Promise
+from tests.support.servers import Server
+from tests.support.trials import locate
 
 FIGURE = Figure(
     promise="R1", what="waiting at most", value=7, unit="requests", target=10, floor=12, better="low", n=500, size="ci",
@@ -83,6 +87,38 @@ def test_figures_of_failing_tests_are_read(tmp_path: Path, monkeypatch: pytest.M
         Promise("test_r01_a.py::test_a", full=False).at_most("waiting", 13, target=10, floor=12, n=3)
     (kept,) = read_new(tmp_path)
     assert (kept.value, kept.size, kept.test) == (13, "ci", "test_r01_a.py::test_a")
+
+
+@pytest.mark.slow
+def test_a_failed_promise_reports_the_first_difference(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number of the trial, both results, the seed, the request id, and the last lines of that server's log."""
+    monkeypatch.setattr("tests.support.promise_figures.RESULTS", tmp_path)
+    specs = seeded({"prompt": "Once", "max_tokens": 8, "ignore_eos": True}, 6)
+    answers = send_all(server, specs)
+    expected = outputs(answers)
+    promise = Promise("test_r01_a.py::test_a", full=False)
+    promise.all_of("same outputs", compare_outputs(server, answers, expected))
+    for planted in (3, 5):
+        expected[planted]["texts"][0] += "!"
+    assert server.has_logged(answers[3].name)
+    with pytest.raises(AssertionError) as failed:
+        promise.all_of("same outputs", compare_outputs(server, answers, expected))
+    message = str(failed.value)
+    assert "R1: same outputs is 4 of 6, the floor is 6" in message
+    assert f"trial 3 (seed 3, request {answers[3].name}): ['texts'][0] from " in message
+    assert re.search(r"expected '.*!', got '.*[^!]'; lengths (\d+), \d+", message)
+    assert any(answers[3].name in line for line in message.partition(f"last lines of {server.log}:")[2].splitlines())
+    assert "trial 5" not in message
+
+
+def test_the_place_of_a_difference_is_found() -> None:
+    same = {"a": [1, "x" * 90 + "y"], "b": (None,)}
+    assert locate(same, {**same, "a": [1, "x" * 90 + "z"]}).startswith("['a'][1] from 90 on: expected 'xxxx")
+    assert locate(same, {**same, "b": (0,)}) == "['b'][0]: expected None, got 0"
+    assert locate(same, {**same, "c": 1}) == "['c'] is only in the actual result"
+    assert locate([1, 2], [1]) == " from 1 on: expected [1, 2], got [1]; lengths 2, 1"
 
 
 def test_unknown_promise_is_refused() -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from tests.support import ROOT
+from tests.support.trials import Trials
 
 RESULTS = Path(os.environ.get("PROMISES_RESULTS", ROOT / "build/promises"))
 
@@ -79,9 +80,12 @@ class Promise:
             time.sleep(pause)
         return measure()
 
-    def all_of(self, what: str, good: int, n: int) -> None:
-        """Requires that all `n` trials were good."""
-        self.at_least(what, good, target=n, n=n, unit=f"of {n}")
+    def all_of(self, what: str, good: int | Trials, n: int = 0) -> None:
+        """Requires that all `n` trials were good; a failure of Trials shows their first difference."""
+        if isinstance(good, Trials):
+            self.at_least(what, good.good, target=good.n, n=good.n, unit=f"of {good.n}", details=good.first_difference)
+        else:
+            self.at_least(what, good, target=n, n=n, unit=f"of {n}")
 
     def _note(
         self,
@@ -93,6 +97,7 @@ class Promise:
         floor: float | None = None,
         n: int,
         unit: str = "",
+        details: str = "",
     ) -> None:
         floor = target if floor is None else floor
         assert n > 0, "no trials"
@@ -113,7 +118,8 @@ class Promise:
         RESULTS.mkdir(parents=True, exist_ok=True)
         name = "".join(c if c.isalnum() else "-" for c in f"{promise}-{what}")
         (RESULTS / f"{name}.json").write_text(json.dumps(asdict(figure), indent=1))
-        assert figure.reaches(floor), f"{promise}: {what} is {figure.value:g} {unit}, the floor is {floor:g}"
+        message = f"{promise}: {what} is {figure.value:g} {unit}, the floor is {floor:g}"
+        assert figure.reaches(floor), f"{message}\n{details}" if details else message
 
     at_most = partialmethod(_note, "low")
     """Records a figure that must be low. Fails above the floor, which defaults to the target."""

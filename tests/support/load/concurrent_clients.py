@@ -19,6 +19,7 @@ from benchmarks.client import Address, Client, Exchange
 from tests.support import processes
 from tests.support.completion_client import parse_events
 from tests.support.servers import Server
+from tests.support.trials import Trials
 
 _LONGEST = 600.0
 """Seconds after which clients give up."""
@@ -60,6 +61,12 @@ class CompletionExchange(Exchange):
     def name(self) -> str:
         """X-Request-Id."""
         return self.headers.get("x-request-id", "")
+
+    @property
+    def seed(self) -> object:
+        """The seed in the body of the request, if there is one."""
+        body = self.wire.partition(b"\r\n\r\n")[2]
+        return json.loads(body).get("seed") if body else None
 
     @property
     def n_events(self) -> int:
@@ -199,11 +206,16 @@ def outputs(answers: Sequence[CompletionExchange]) -> list[Any]:
     return [answer.output() for answer in answers]
 
 
-def count_same(answers: Sequence[CompletionExchange], expected: Sequence[Any]) -> int:
-    """Number of responses with the expected output; prints the others."""
-    pairs = list(zip(outputs(answers), expected, strict=True))
-    print(*[(output, one) for output, one in pairs if output != one], sep="\n")
-    return sum(output == one for output, one in pairs)
+def compare_outputs(server: Server, answers: Sequence[CompletionExchange], expected: Sequence[Any]) -> Trials:
+    """Compares the output of each response of a server with the expected one."""
+    trials = Trials()
+    for answer, one in zip(answers, expected, strict=True):
+        try:
+            output = answer.output()
+        except AssertionError as error:  # not a whole response: a difference, too
+            output = f"{error}: {answer.body[-200:]!r}"
+        trials.compare(one, output, seed=answer.seed, request_id=answer.name, log=server.log)
+    return trials
 
 
 def kill_engine(server: Server, *others: int) -> None:
