@@ -83,7 +83,8 @@ def parse_event(block: bytes) -> Event | None:
             event_id = value.decode("ascii")
     if data:
         return Event(name, b"\n".join(data), event_id)
-    return Event("", block) if block.startswith(b":") else None
+    comment = block.lstrip(b"\n")  # there may be several empty lines before it
+    return Event("", comment) if comment.startswith(b":") else None
 
 
 class BodyWriter:
