@@ -2,13 +2,13 @@
 // and notifies it when the document changes.
 
 import { element, put } from "./elements.js";
-import { requestFields } from "./request/body.js";
+import { requestFields } from "./request/request-body.js";
 import { copy, REFUSED } from "./request/clipboard.js";
 import { authorization, complete } from "./request/completion.js";
 import { Menu } from "./request/menu.js";
 import { digest, replay, taken, typedOf } from "./request/receipt-facts.js";
 import { Receipt } from "./request/receipt.js";
-import { decode, encode, isShared } from "./request/share.js";
+import { decode, encode, isShared } from "./request/share-link.js";
 import { LANGUAGES, snippet } from "./request/snippets.js";
 
 const SHOWN = 2500; // ms for which "Copied" is shown

@@ -17,11 +17,11 @@ import { Status } from "./status.js";
 import { Announcer } from "./text/announcer.js";
 import { Branches } from "./text/branches.js";
 import { Columns } from "./text/columns.js";
-import { Compare } from "./text/compare.js";
+import { BranchComparison } from "./text/branch-comparison.js";
 import { Sheet } from "./text/sheet.js";
 import { titleOf, TreeView } from "./text/tree-view.js";
 import { Tree } from "./text/tree.js";
-import { Reading } from "./tokens/reading.js";
+import { TokenUpdates } from "./tokens/token-updates.js";
 import { Truncation } from "./truncation.js";
 
 const FIRST_TEXT = "Once upon a time";
@@ -62,13 +62,13 @@ const columns = new Columns($("columns"), {
   onclose: () => sheet.focus(),
   announce: (words) => announcer.say(words),
 });
-const compare = new Compare($("compare"), {
+const compare = new BranchComparison($("compare"), {
   over: $("paper"),
   ontake: (index) => index === 1 && goOn(compared),
   onclose: () => {},
 });
 const treeView = new TreeView($("tree"), { ongo: goOn, oncompare, announce: (words) => announcer.say(words) });
-const reading = new Reading(
+const reading = new TokenUpdates(
   { inspect: $("inspect"), scroller: $("paper"), note: $("reading-note"), next: $("next"), bars: $("bars") },
   { tokenize, score, next: predict },
   { onpick: (at, token) => actions.pick(at, token), onerror: (error) => service.failed(error) },

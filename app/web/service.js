@@ -2,7 +2,7 @@
 // needs one.
 
 import { ask, authorization, model, useKey } from "./request/completion.js";
-import { parameters } from "./request/schema.js";
+import { parameters } from "./request/request-parameters.js";
 
 export class Service {
   #elements;

@@ -179,7 +179,7 @@ def test_the_number_of_continuations_can_be_chosen_by_keyboard(page):
     assert json_body(request.value)["n"] == 3
     assert page.locator("#n input").count() == 4
     page.evaluate("""async () => {
-        const { encode } = await import("/web/request/share.js");
+        const { encode } = await import("/web/request/share-link.js");
         location.hash = await encode({ text: "Once", typed: { n: "12" } });
     }""")
     page.locator("#n").get_by_text("12").wait_for()

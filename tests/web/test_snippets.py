@@ -58,7 +58,7 @@ def generate_programs(url: str, prompt: str, typed: Mapping[str, str], *, keyed:
     script = f"""
         import {{ readFileSync }} from "node:fs";
         import {{ snippet }} from "{ROOT}/app/web/request/snippets.js";
-        import {{ requestFields }} from "{ROOT}/app/web/request/body.js";
+        import {{ requestFields }} from "{ROOT}/app/web/request/request-body.js";
         const {{ url, prompt, typed, keyed, parameters, languages }} = JSON.parse(readFileSync(0));
         const fields = requestFields(prompt, typed, parameters);
         const programs = languages.map((name) => [name, snippet(name, {{ url, fields, keyed }})]);

@@ -2,7 +2,7 @@
 
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { tint } from "../../app/web/tokens/scale.js";
+import { tint } from "../../app/web/tokens/mark-scale.js";
 import { binned, csv, rates, tokenTable } from "../../app/web/tokens/statistics.js";
 
 const token = (id, text, share, top = []) => ({

@@ -2,7 +2,7 @@
 // returns its JSON. Retries after Retry-After, and resumes a stream whose connection broke. The API key is kept for this tab
 // only (in memory if there is no storage), sent as Authorization, and never part of a URL.
 
-import { parseExact, requestBody } from "./body.js";
+import { parseExact, requestBody } from "./request-body.js";
 import { SseParser } from "./sse.js";
 
 const PATIENCE = 5; // retries of a request that was refused with Retry-After
@@ -28,7 +28,7 @@ export class CompletionError extends Error {
  * CompletionError for an `error` event, a refusal or a lost connection, and AbortError after an abort.
  *
  * `typed` maps a request field to what the user typed into it; empty ones take the server's defaults. `parameters`
- * (schema.js) have their kinds. `origin`: another service's, which gets no key; "" for this one.
+ * (request-parameters.js) have their kinds. `origin`: another service's, which gets no key; "" for this one.
  */
 export async function* complete(prompt, typed, signal, parameters = [], origin = "") {
   const body = requestBody(prompt, typed, parameters);

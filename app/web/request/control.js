@@ -5,7 +5,7 @@ import { element, put } from "../elements.js";
 const AREAS = ["text", "texts", "json"]; // kinds that may have several lines
 const MODES = { integer: "numeric", number: "decimal", integers: "numeric" };
 
-/** The control of a parameter (schema.js). */
+/** The control of a parameter (request-parameters.js). */
 export function control(parameter) {
   const { kind, example } = parameter;
   const input = kind === "boolean" ? choice() : AREAS.includes(kind) ? area() : element("input");
@@ -97,7 +97,7 @@ export class Slider {
   #field;
   #resting = null; // the default, shown while the field is empty
 
-  /** `field` is a number input, `sweep` the slider's range (schema.js), `label` the field's name. */
+  /** `field` is a number input, `sweep` the slider's range (request-parameters.js), `label` the field's name. */
   constructor(field, sweep, label) {
     this.#field = field;
     this.element = element("input");

@@ -3,7 +3,7 @@
 
 import { element, put } from "../elements.js";
 import { control, idOf, Segments, showDefault, Slider } from "./control.js";
-import { complaint, hint } from "./range.js";
+import { complaint, hint } from "./value-range.js";
 
 const MOST_ABREAST = 4; // radio buttons that fit side by side
 
@@ -14,7 +14,7 @@ export class Field {
   #reset = element("button", "reset");
   #wrong = element("p");
 
-  /** `parameter`: see schema.js; `start`: the initial text, which a reset restores. */
+  /** `parameter`: see request-parameters.js; `start`: the initial text, which a reset restores. */
   constructor(parameter, start = "") {
     [this.#parameter, this.#start] = [parameter, start];
     this.element = element("div");

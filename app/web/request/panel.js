@@ -3,7 +3,7 @@
 
 import { classed, element, put } from "../elements.js";
 import { Field, SeedField } from "./field.js";
-import { FIRST } from "./schema.js";
+import { FIRST } from "./request-parameters.js";
 
 const START = { max_tokens: "128" };
 // The service's defaults (docs/api.md) for fields without a default of the weights; the first run reports the actual ones.
@@ -51,7 +51,7 @@ export class Panel {
     this.#lay(FIRST);
   }
 
-  /** Builds the fields for the server's parameters (schema.js); `defaults` are those of the weights. Keeps typed values. */
+  /** Builds the fields for the server's parameters (request-parameters.js); `defaults` are those of the weights. Keeps typed values. */
   build(parameters, defaults = {}) {
     this.#parameters = parameters;
     this.#lay(parameters);

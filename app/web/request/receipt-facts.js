@@ -1,7 +1,7 @@
 // Receipts: parsing, converting to settings, and comparing two runs. A receipt's `settings` and `seed`, sent with the same
 // prompt, give the same text on the same weights, build and hardware.
 
-import { parseExact, typedAs } from "./body.js";
+import { parseExact, typedAs } from "./request-body.js";
 
 const EXPECTED = "A receipt is the JSON that a run ends with: an object with weights_version, seed and settings.";
 // Settings that the page sets itself and that do not change the text, unlike the truncation of the prompt.
@@ -36,7 +36,7 @@ export function receiptJson(receipt) {
   return text.replace(/^ {2}"seed": 0/m, () => `  "seed": ${receipt.seed}`); // nested ones have more indentation
 }
 
-/** { field: text } that repeats the receipt's request; `parameters` (schema.js) have the kinds. */
+/** { field: text } that repeats the receipt's request; `parameters` (request-parameters.js) have the kinds. */
 export function typedOf(receipt, parameters) {
   const kinds = new Map(parameters.map(({ name, kind }) => [name, kind]));
   const settings = Object.entries(receipt.settings).filter(([name]) => !NOT_SETTINGS.includes(name));

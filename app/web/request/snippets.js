@@ -1,7 +1,7 @@
 // A request as a program in curl, Python or JavaScript, ready to paste and run. It takes the key from the variable
 // INKSTREAM_KEY. Pure functions.
 
-import { bodyOf, isLong } from "./body.js";
+import { bodyOf, isLong } from "./request-body.js";
 
 const WRITERS = { curl, python, node };
 const TOKEN = /"(?:[^"\\]|\\.)*"|-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null/g;
@@ -11,7 +11,7 @@ const PYTHON = { true: "True", false: "False", null: "None" };
 export const LANGUAGES = { curl: "curl", python: "Python", node: "JavaScript" };
 
 /**
- * The program. `fields`: of requestFields() (body.js); `url`: of POST /complete; `keyed`: whether the service requires a
+ * The program. `fields`: of requestFields() (request-body.js); `url`: of POST /complete; `keyed`: whether the service requires a
  * key. Several continuations are requested without streaming, since a terminal would mix them up.
  */
 export function snippet(language, { url, fields, keyed }) {

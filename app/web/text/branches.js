@@ -2,7 +2,7 @@
 // single tab stop, in which arrow keys follow the edges (ARIA tree).
 
 import { classed, element } from "../elements.js";
-import { inOrder, lay, neighbour } from "./lanes.js";
+import { inOrder, lay, neighbour } from "./tree-layout.js";
 import { titleOf } from "./tree-view.js";
 
 const COLUMN = 32; // px between dots

@@ -3,7 +3,7 @@
 
 import { element, put } from "../elements.js";
 import { Popover } from "./popover.js";
-import { Rows } from "./rows.js";
+import { TokenRows } from "./token-rows.js";
 import { Selection } from "./selection.js";
 
 const HELP = "Tokens. Arrow keys go from one to the next, Enter shows what could have stood there.";
@@ -27,7 +27,7 @@ export class Inspect {
     this.#page.setAttribute("role", "group");
     this.#page.setAttribute("aria-label", HELP);
     put(root, this.#page);
-    this.#rows = new Rows(this.#page, scroller);
+    this.#rows = new TokenRows(this.#page, scroller);
     this.#selection = new Selection(this.#rows);
     this.#popover = new Popover(root, {
       onpick: (token) => onpick(this.selected.start, token),
@@ -43,7 +43,7 @@ export class Inspect {
     return this.#selection.unit;
   }
 
-  /** What the marks show: one of MEASURES (scale.js), from the next show() on. */
+  /** What the marks show: one of MEASURES (mark-scale.js), from the next show() on. */
   set measure(value) {
     this.#rows.measure = value;
   }

@@ -2,7 +2,7 @@
 // Pure functions.
 
 import { entropy, isSilent, probability, rank, surprise } from "./token.js";
-import { single } from "./units.js";
+import { single } from "./token-units.js";
 
 const COLUMNS = ["start", "end", "author", "id", "token", "probability", "logprob", "surprise_bits", "rank", "entropy_bits", "ms"];
 

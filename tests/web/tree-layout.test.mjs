@@ -1,7 +1,7 @@
 // The layout of the tree strip, on hand-made and random trees.
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { inOrder, lay, neighbour } from "../../app/web/text/lanes.js";
+import { inOrder, lay, neighbour } from "../../app/web/text/tree-layout.js";
 
 /** Runs with these parents, by index; `current` is the last id of the current path. */
 function tree(parents, current) {

@@ -2,12 +2,12 @@
 // bars of the next token.
 
 import { difference } from "../text/manuscript.js";
-import { Bars, NextToken } from "./bars.js";
+import { NextTokenBars, NextToken } from "./next-token-bars.js";
 import { Inspect } from "./inspect.js";
-import { Note } from "./note.js";
-import { fill, gaps, isMeasured, within } from "./units.js";
+import { MarkLegend } from "./mark-legend.js";
+import { fill, gaps, isMeasured, within } from "./token-units.js";
 
-export class Reading {
+export class TokenUpdates {
   #elements;
   #server;
   #inspect;
@@ -35,9 +35,9 @@ export class Reading {
     const onselect = () => this.#drawBars();
     const arrival = (token) => this.#arrivals.get(token);
     this.#inspect = new Inspect(elements.inspect, elements.scroller, { onpick, onselect, arrival });
-    this.#note = new Note(elements.note, { onmeasure: (measure) => this.#measure(measure) });
+    this.#note = new MarkLegend(elements.note, { onmeasure: (measure) => this.#measure(measure) });
     const onbar = (token) => this.#isStale || onpick(this.#place, token);
-    this.#bars = new Bars(elements.bars, { onpick: onbar });
+    this.#bars = new NextTokenBars(elements.bars, { onpick: onbar });
     const answered = { onanswer: (token) => this.#answered(token), onerror: (error) => this.#failed(error) };
     this.#next = new NextToken(server.next, answered);
     elements.next.addEventListener("toggle", () => this.#drawBars());

@@ -3,7 +3,7 @@
 import assert from "node:assert/strict";
 import test from "node:test";
 import { deflateRawSync } from "node:zlib";
-import { decode, encode, isShared, ShareError } from "../../app/web/request/share.js";
+import { decode, encode, isShared, ShareError } from "../../app/web/request/share-link.js";
 
 const pack = (text, version = "a") => `#${version}.${deflateRawSync(text).toString("base64url")}`;
 

@@ -7,7 +7,7 @@ const TOKEN = /"(?:[^"\\]|\\.)*"|-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?/g;
 
 /**
  * [[name, JSON text], ...] of the fields to send. `typed` maps a field to what the user typed into it; an empty one is
- * left out, so that the server's default applies. `parameters` (schema.js) have the kinds; until they are known, what
+ * left out, so that the server's default applies. `parameters` (request-parameters.js) have the kinds; until they are known, what
  * looks like a number is one, and the rest is text.
  */
 export function requestFields(prompt, typed, parameters = []) {
@@ -33,7 +33,7 @@ function guess(name) {
   return ["source", "suffix"].includes(name) ? "text" : undefined;
 }
 
-/** JSON text of what was typed into a field of this kind (schema.js; undefined if unknown), or null if it is empty. */
+/** JSON text of what was typed into a field of this kind (request-parameters.js; undefined if unknown), or null if it is empty. */
 export function literal(kind, text) {
   const word = text.trim();
   if (kind === "text") return text === "" ? null : JSON.stringify(text);

@@ -1,7 +1,7 @@
 // The values that a parameter allows, in words, and whether a typed text is one. Only for marking: an invalid value is sent
 // as typed. Pure functions.
 
-import { lines, literal } from "./body.js";
+import { lines, literal } from "./request-body.js";
 
 const LINES = "one text a line (\\n for a line end)";
 

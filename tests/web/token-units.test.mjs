@@ -2,7 +2,7 @@
 
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { fill, gaps, placed, single, within } from "../../app/web/tokens/units.js";
+import { fill, gaps, placed, single, within } from "../../app/web/tokens/token-units.js";
 
 const STAR = [0xe2, 0x98, 0x85]; // a character of three bytes
 const FACE = [0xf0, 0x9f, 0x98, 0x80]; // a character of two UTF-16 units

@@ -2,8 +2,8 @@
 
 import assert from "node:assert/strict";
 import test from "node:test";
-import { bodyOf, literal, parseExact, requestBody, requestFields, typedAs } from "../../app/web/request/body.js";
-import { allowed, complaint, hint } from "../../app/web/request/range.js";
+import { bodyOf, literal, parseExact, requestBody, requestFields, typedAs } from "../../app/web/request/request-body.js";
+import { allowed, complaint, hint } from "../../app/web/request/value-range.js";
 
 const kinds = (...pairs) => pairs.map(([name, kind]) => ({ name, kind }));
 

@@ -1,9 +1,9 @@
-// words.js: word-by-word comparison of two texts.
+// word-difference.js: word-by-word comparison of two texts.
 
 import assert from "node:assert/strict";
 import test from "node:test";
 
-import { common, wordDifference } from "../../app/web/text/words.js";
+import { common, wordDifference } from "../../app/web/text/word-difference.js";
 
 const joined = (pieces) => pieces.map(([, piece]) => piece).join("");
 const different = (pieces) => pieces.filter(([isDifferent]) => isDifferent).map(([, piece]) => piece);

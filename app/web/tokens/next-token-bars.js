@@ -21,7 +21,7 @@ const OTHERS = {
 const REST = 300; // ms without typing until the next token is requested
 const MOST = 10; // bars, besides those of the chosen token and of all other tokens
 
-export class Bars {
+export class NextTokenBars {
   #onpick;
   #head = element("p");
   #list = element("ol");

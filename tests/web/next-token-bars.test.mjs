@@ -2,7 +2,7 @@
 
 import assert from "node:assert/strict";
 import { mock, test } from "node:test";
-import { NextToken } from "../../app/web/tokens/bars.js";
+import { NextToken } from "../../app/web/tokens/next-token-bars.js";
 
 test("a request is sent after a typing pause, for the last text only, and once per text", async () => {
   const { next, requests, answers } = setUp(async (text) => text.toUpperCase());

@@ -4,9 +4,9 @@ import { classed, element, put } from "../elements.js";
 import { lead } from "./columns.js";
 import { parting } from "./outline.js";
 import { lastSentence } from "./sentences.js";
-import { wordDifference } from "./words.js";
+import { wordDifference } from "./word-difference.js";
 
-export class Compare {
+export class BranchComparison {
   #root;
   #over;
   #handlers;

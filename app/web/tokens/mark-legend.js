@@ -1,7 +1,7 @@
 // Below the inspect view: the choice of what the marks show with its legend, curves along the text, and a CSV export.
 
 import { classed, element, put } from "../elements.js";
-import { legend, MEASURES } from "./scale.js";
+import { legend, MEASURES } from "./mark-scale.js";
 import { binned, csv, rates, tokenTable } from "./statistics.js";
 import { bits, surprise } from "./token.js";
 
@@ -9,7 +9,7 @@ const SVG = "http://www.w3.org/2000/svg";
 const [WIDTH, HEIGHT] = [600, 40];
 const BINS = 150;
 
-export class Note {
+export class MarkLegend {
   #root;
   #legend = element("div");
   #message = element("p");

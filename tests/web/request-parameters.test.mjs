@@ -2,7 +2,7 @@
 
 import assert from "node:assert/strict";
 import test from "node:test";
-import { parameters } from "../../app/web/request/schema.js";
+import { parameters } from "../../app/web/request/request-parameters.js";
 
 const nullable = (...shapes) => ({ anyOf: [...shapes, { type: "null" }] });
 const integer = (limits = {}) => ({ type: "integer", ...limits });

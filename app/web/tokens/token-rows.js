@@ -4,14 +4,14 @@
 
 import { element } from "../elements.js";
 import { Follower } from "../text/follower.js";
-import { tint } from "./scale.js";
-import { single } from "./units.js";
+import { tint } from "./mark-scale.js";
+import { single } from "./token-units.js";
 
 const MOST = 100; // tokens in a row
 const FOLD = "fold"; // the class of a row that continues a paragraph
 const BUDGET = 1; // ms of a frame for creating elements; layout and paint take three times as long
 
-export class Rows {
+export class TokenRows {
   #root;
   #scroller;
   #follower;
@@ -21,7 +21,7 @@ export class Rows {
   #frame = 0;
   #width = 0;
 
-  /** What the marks show: one of MEASURES (scale.js). */
+  /** What the marks show: one of MEASURES (mark-scale.js). */
   measure = "probability";
 
   constructor(root, scroller) {
