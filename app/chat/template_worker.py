@@ -21,7 +21,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from app.chat.template import RenderJob, RenderResult
+from app.chat.template_client import RenderJob, RenderResult
 from app.sandbox.sandbox_child import serve
 
 _MEMORY_BYTES = 192 << 20

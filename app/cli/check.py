@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from app.chat.template import ChatTemplate
+from app.chat.template_client import ChatTemplate
 from app.common.ipc import Ready, WorkerConfig
 from app.common.settings import Settings
 from app.engine.memory.memory_plan import CacheShape

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-from app.chat.template import ChatTemplate
+from app.chat.template_client import ChatTemplate
 from app.common import logs
 from app.common.cpu_topology import EngineShare, Topology, divide, read_topology
 from app.common.ipc import WorkerConfig

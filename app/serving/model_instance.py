@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from app.chat.template import ChatTemplate
+from app.chat.template_client import ChatTemplate
 from app.common.errors import EngineError
 from app.engine_client.engine_pool import EnginePool
 from app.guided.validator import GrammarValidator

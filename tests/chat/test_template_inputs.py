@@ -10,7 +10,7 @@ import pytest
 
 from app.access.tenant_queue import WorkAccount
 from app.api.openai.schemas import ChatRequest
-from app.chat.template import ChatTemplate, RenderJob, TemplateInputs
+from app.chat.template_client import ChatTemplate, RenderJob, TemplateInputs
 from app.chat.template_worker import render
 from app.common.errors import InvalidRequest
 from model.checkpoint.tensor_index import ChatTemplateFile

@@ -24,7 +24,7 @@ from typing import Any
 import httpx
 import pytest
 
-from app.chat.template import RenderJob
+from app.chat.template_client import RenderJob
 from app.chat.template_worker import render
 from app.engine.scheduling.block_allocator import BlockPool
 from tests.support import ROOT

@@ -34,7 +34,7 @@ from app.api.openai.responder import (
 from app.api.openai.schemas import ChatRequest, CompletionsRequest, OpenAIFields
 from app.api.openapi import declared
 from app.api.request_handle import RequestHandle
-from app.chat.template import ChatTemplate
+from app.chat.template_client import ChatTemplate
 from app.common.errors import InvalidRequest
 from app.generation.collector import CollectedOutput
 from app.generation.request import Finished, GenerationRequest, TokenDetail

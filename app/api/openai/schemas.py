@@ -26,7 +26,7 @@ from app.api.schemas import (
     Usage,
     documented_defaults,
 )
-from app.chat.template import TemplateInputs
+from app.chat.template_client import TemplateInputs
 from app.generation.request import GenerationRequest
 from app.http.response_model import NOT_SENT, Array, ResponseModel
 

@@ -13,7 +13,7 @@ import pytest
 
 from app.__main__ import main
 from app.access.tenant_queue import WorkAccount
-from app.chat.template import ChatTemplate, RenderJob, TemplateInputs
+from app.chat.template_client import ChatTemplate, RenderJob, TemplateInputs
 from app.chat.template_worker import render
 from app.common.errors import InvalidRequest
 from model.checkpoint.tensor_index import ChatTemplateFile, read_chat_template
@@ -225,7 +225,7 @@ def test_check_that_cannot_start_a_process_blames_no_template(monkeypatch: pytes
     def no_process(*_: str) -> None:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr("app.chat.template.Sandbox", no_process)
+    monkeypatch.setattr("app.chat.template_client.Sandbox", no_process)
     assert asyncio.run(ChatTemplate(_file("{% endfor")).problem()) == ""
 
 
