@@ -19,6 +19,7 @@ from model.train.reporting.progress import Progress
 from model.train.reporting.report import Report
 from model.train.reporting.samples import Sample
 from model.train.sampling import SamplingSettings, generate_samples
+from model.train.step.evaluation import bits_per_byte
 from model.train.step.schedule import Limits, Schedule
 from model.train.step.trainer import BestWeights, Trainer, copy_tensors, select_prefix
 from model.train.training_checkpoint import Position, newest_snapshot, save_snapshot
@@ -110,13 +111,13 @@ class Loop:
 
     def bits_per_byte(self, n_targets: float = math.inf) -> float:
         """Held-out bits per byte of the current weights, on all of it or on about `n_targets` evenly spaced targets."""
-        return self.trainer.objective.bits_per_byte(
-            evenly_spaced(self.dataset.held_out, n_targets), self.dataset.tokenizer.bytes_of
-        )
+        batches = evenly_spaced(self.dataset.held_out, n_targets)
+        return bits_per_byte(self.trainer.objective, batches, self.dataset.tokenizer.bytes_of)
 
     def bits_per_byte_of(self, batches: Iterable[Batch]) -> float:
         """Bits per byte of any text; may take minutes. Raises Interrupted."""
-        return self.trainer.objective.bits_per_byte(self._until_stopped(batches), self.dataset.tokenizer.bytes_of)
+        until_stopped = self._until_stopped(batches)
+        return bits_per_byte(self.trainer.objective, until_stopped, self.dataset.tokenizer.bytes_of)
 
     def position(self) -> Position:
         """Current position of the run."""

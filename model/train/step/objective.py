@@ -1,4 +1,4 @@
-"""The training loss: how a device computes it, cross-entropy with its gradient, held-out bits per byte.
+"""The training loss: how a device computes it, and cross-entropy with its gradient.
 
          | --compile off     | auto                      | on
     CPU  | gradients by hand | gradients by hand         | torch's own, compiled (C++)
@@ -10,13 +10,10 @@ Shape legend: T tokens, V vocabulary, S tokens of a slice.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from importlib.util import find_spec
-from itertools import islice
 from typing import Any
 
 import torch
@@ -32,14 +29,11 @@ from model.nn.transformer import Decoder
 from model.train.data.batch import IGNORE_INDEX, Batch
 from model.train.reporting.console import print_stderr
 from model.train.step.attention import TrainingAttend
-from model.train.step.thread_pool import run_each
 
 _SLICE_ELEMENTS = 2**18
 """Elements per slice: in float32 they fit into a core's own cache."""
 _CHUNK_ELEMENTS = 2**26
 """Logits at a time where neither a compiler nor a handwritten gradient avoids float32 copies of all of them."""
-_GROUP = 32
-"""Batches evaluated between checks for a stop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,23 +132,11 @@ class Objective:
             return weight * self._compiled_or_plain(batch, targets_T)
         return weight * self._plain(batch, targets_T)
 
-    def bits_per_byte(self, batches: Iterable[Batch], bytes_of: Sequence[bytes]) -> float:
-        """Bits needed per byte of the targets' text; on a CPU, one batch per thread."""
-        nats, n_bytes, remaining = 0.0, 0, iter(batches)
-        measure = partial(self._measure, bytes_of)
-        while group := list(islice(remaining, _GROUP)):
-            measured = run_each(measure, group) if self.device.type == "cpu" else map(measure, group)
-            for batch_nats, batch_bytes in measured:
-                nats, n_bytes = nats + batch_nats, n_bytes + batch_bytes
-        return nats / math.log(2) / max(n_bytes, 1)
-
     @torch.no_grad()  # applies to one thread
-    def _measure(self, bytes_of: Sequence[bytes], batch: Batch) -> tuple[float, int]:
-        """(nats, bytes of text) of the targets."""
-        targets = batch.targets_RN[batch.targets_RN.ne(IGNORE_INDEX)].tolist()
-        on_device = batch.to(self.device)
-        nats = float(self._plain(on_device, on_device.targets_RN.flatten()))
-        return nats, sum(len(bytes_of[token]) for token in targets)
+    def nats(self, batch: Batch) -> float:
+        """Nats summed over the targets that are not ignored, without gradients."""
+        batch = batch.to(self.device)
+        return float(self._plain(batch, batch.targets_RN.flatten()))
 
     def _plain(self, batch: Batch, targets_T: Tensor) -> Tensor:
         """Uses autograd; the logits of one chunk of tokens exist at a time, and are recomputed for their gradient."""

@@ -19,6 +19,7 @@ from model.train.data.sources import DataError
 from model.train.loop import Loop
 from model.train.sampling import GREEDY_SAMPLING, generate_samples
 from model.train.step.distributed import ProcessGroup
+from model.train.step.evaluation import bits_per_byte
 from model.train.step.objective import Objective
 from model.train.step.optimizer import ParameterUpdates
 from model.train.step.trainer import BestWeights, Trainer, WeightAverage, copy_tensors
@@ -107,7 +108,7 @@ def test_no_operation_of_training_uses_torchs_threads() -> None:
     with _ThreadsOfLargeOperations() as mode:
         trainer.gradients(batch)
         trainer.update(0, 1.0)
-        objective.bits_per_byte(batch.split(2), [b"x"] * 1024)
+        bits_per_byte(objective, batch.split(2), [b"x"] * 1024)
         tokenizer = Tokenizer.train([TEXT], 300, fewer=True)
         generate_samples(decoder, tokenizer, [Prompt(text="a", tokens=[1])], 2, GREEDY_SAMPLING)
     assert (control.found, mode.found) == ({2}, {1})
