@@ -70,13 +70,14 @@ def test_clock_jumps_do_not_affect_timeouts(serve: Services, tmp_path: Path, pro
 def _check_jump(server: Server, clock: Path, before: int, jump: int) -> list[bool]:
     """Results of five checks across a clock jump; the test measures the first with its own clock."""
     clock.write_text(f"{before:+d}")
-    request = {"prompt": "a", "max_tokens": 600, "ignore_eos": True}
+    request = {"prompt": "a", "max_tokens": 1500, "ignore_eos": True}
     with connect(server) as idle, concurrent_requests(server, seeded(request, 8)) as streams:
         idle.sendall(get_request())
         read_response(idle)
-        are_under_way = server.wait_for(lambda: server.metric("requests_running") == 8)
+        assert server.wait_for(lambda: all(stream.n_tokens for stream in streams)), "no stream began"
         with connect(server) as slow:
             slow.sendall(get_request()[:10])
+            are_under_way = not any(stream.is_complete for stream in streams)
             clock.write_text(f"{jump:+d}")
             seconds, response = seconds_until_close(slow)
         assert server.wait_for(lambda: abs(_shift(server) - jump) < 60), "the clock did not jump"
