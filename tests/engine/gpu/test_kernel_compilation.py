@@ -24,6 +24,8 @@ from tests.support.gpu.kernel_backends import needs_triton
 SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 """Shared memory that a program may have, by compute capability: A100, Ada, Hopper, Blackwell."""
 MATRIX_UNITS = {80: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
+CACHE = ROOT / "build/triton"
+"""Triton's code of earlier runs, which it finds by a hash of the sources, the options and its own version."""
 MAX_STACK = 64
 """Bytes of a thread. Registers that do not fit lie there, in memory."""
 MAX_BLACKWELL_STACK = 216
@@ -35,10 +37,10 @@ pytestmark = [pytest.mark.slow, needs_triton]
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[int, dict[str, Facts]]:
+def compiled(request: pytest.FixtureRequest) -> dict[int, dict[str, Facts]]:
     """Properties of each kernel, by compute capability and `launch kernel`."""
     arguments = ["--arch", *map(str, SHARED_BYTES), *["--full"] * bool(request.config.getoption("--nightly"))]
-    found = _output_of("benchmarks.gpu.compilation", tmp_path_factory.mktemp("triton"), *arguments)
+    found = _output_of("benchmarks.gpu.compilation", *arguments)
     return {
         int(capability): {f"{name} {kernel}": facts for name, by in launches.items() for kernel, facts in by.items()}
         for capability, launches in found.items()
@@ -46,16 +48,16 @@ def compiled(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
 
 
 @pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def launched() -> dict[str, Any]:
     """The variants that an engine needs, by Triton's own specialization: alignment, divisibility by 16, equal to 1."""
-    facts: dict[str, Any] = _output_of("tests.support.gpu.launch_kernels", tmp_path_factory.mktemp("triton"))
+    facts: dict[str, Any] = _output_of("tests.support.gpu.launch_kernels")
     return facts
 
 
-def _output_of(program: str, cache: Path, *arguments: str) -> Any:
+def _output_of(program: str, *arguments: str) -> Any:
     """Compiles in a new process, because kernels are interpreted in this one."""
     variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    variables["TRITON_CACHE_DIR"] = str(cache)
+    variables["TRITON_CACHE_DIR"] = str(CACHE)
     command = [sys.executable, "-m", program, *arguments]
     run = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=3000, check=False)
     assert run.returncode == 0, run.stderr
