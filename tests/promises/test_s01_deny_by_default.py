@@ -6,6 +6,7 @@ Advisories: vLLM #58144, #42594, #43426 (keys were required by path prefix, whic
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from starlette.routing import Mount, Route
 
 from app.common.settings import Settings
 from app.main import create_app
+from tests.support.http.raw_client import connect, read_response
 from tests.support.keyed_server import Keyring, bearer, raw_request, request_lines, send_raw, status_of
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server
@@ -55,7 +57,7 @@ def _filled(path: str) -> str:
 
 
 def _spellings(path: str) -> list[str]:
-    """Other ways to write a path, some of which may lead to the same route."""
+    """Other ways to write a path; some may lead to the same route."""
     first = path[1:2] or "x"
     others = [f"/{path}", f"/.{path}", f"{path}/", f"{path}/.", path.upper(), f"/%2e{path}"]
     others += [f"/%{ord(first):02x}{path[2:]}"]
@@ -171,5 +173,8 @@ def test_key_is_checked_before_the_body_is_read(keyed: Server) -> None:
     announced = raw_request(
         "POST", "/complete", "Host: localhost", "Content-Type: application/json", "Content-Length: 1000000"
     )
-    answer = send_raw(keyed.url, announced.replace(b"Connection: close\r\n", b""), seconds=20)
-    assert status_of(answer) == 401
+    began = time.monotonic()
+    with connect(keyed) as connection:
+        connection.sendall(announced.replace(b"Connection: close\r\n", b""))
+        assert status_of(read_response(connection)) == 401
+    assert time.monotonic() - began < 20

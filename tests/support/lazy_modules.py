@@ -14,6 +14,8 @@ class _LazyModule:
         self._name = name
 
     def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("_") or attribute == "pytestmark":  # pytest asks each object of a test file for these
+            raise AttributeError(attribute)
         return getattr(import_module(self._name), attribute)
 
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from importlib import import_module
 from typing import Any
 
 import pytest
-from openai.types import completion_create_params
-from openai.types.chat import completion_create_params as chat_create_params
 
 from app.api.openai.request_fields import CHAT, COMPLETIONS, OTHER_FIELDS, check_other_fields, fields_of
 from app.api.openai.schemas import ChatRequest, CompletionsRequest
@@ -49,10 +48,13 @@ _CHAT = """continue_final_message add_generation_prompt documents chat_template 
 parallel_tool_calls reasoning_effort include_reasoning separate_reasoning stream_reasoning mm_processor_kwargs
 media_io_kwargs tool_prompt guideline input_ids return_prompt_token_ids return_meta_info task reasoning_format
 thinking_forced_open parse_tool_calls max_dynamic_patch min_dynamic_patch use_audio_in_video"""
-_OPENAI = {
-    COMPLETIONS: set(completion_create_params.CompletionCreateParamsBase.__annotations__),
-    CHAT: set(chat_create_params.CompletionCreateParamsBase.__annotations__),
-}
+
+
+def _fields_of_openai(endpoint: str) -> set[str]:
+    """The import takes seconds; every test process imports this file."""
+    module = {COMPLETIONS: "openai.types", CHAT: "openai.types.chat"}[endpoint]
+    parameters = import_module(f"{module}.completion_create_params")
+    return set(parameters.CompletionCreateParamsBase.__annotations__)
 
 
 def _extra(**fields: Any) -> ApiError | None:
@@ -67,7 +69,7 @@ def _extra(**fields: Any) -> ApiError | None:
 def test_every_field_of_the_other_servers_has_a_treatment(endpoint: str) -> None:
     known = set(MODELS[endpoint].model_fields) | set(fields_of(endpoint))
     servers = " ".join([_VLLM, _SGLANG, _TGI, _LLAMA_SERVER, *([_CHAT] if endpoint == CHAT else [])])
-    assert (_OPENAI[endpoint] | set(servers.split())) - known == set()
+    assert (_fields_of_openai(endpoint) | set(servers.split())) - known == set()
 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
