@@ -42,11 +42,14 @@ def tiny_device_runner(
     )
 
 
-def tiny_device_engine(decoder: Decoder, *, depth: int = 1, capture: Capture | None = None, **overrides: Any) -> Engine:
+def tiny_device_engine(
+    decoder: Decoder, *, depth: int = 1, capture: Capture | None = None, is_warmed_up: bool = True, **overrides: Any
+) -> Engine:
     """An engine around tiny_device_runner(), which runs one step ahead if depth is 1."""
     sizes = {"tokens_per_step": 128, "max_running": 32, "blocks": 64, **overrides}
     runner = tiny_device_runner(decoder, **sizes)
-    runner.warm_up(sizes["tokens_per_step"])
+    if is_warmed_up:
+        runner.warm_up(sizes["tokens_per_step"])
     if capture:
         runner.capture(capture)
     limits = StepLimits(tokens_per_step=sizes["tokens_per_step"], max_running=sizes["max_running"])
