@@ -21,10 +21,12 @@ from bisect import bisect_left, insort
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from operator import itemgetter
 from typing import Generic, TypeVar
 
 _Owner = TypeVar("_Owner", bound=Hashable)
 _MOST_DEBTORS = 256
+_owner_of = itemgetter(2)
 
 
 @dataclass(slots=True, eq=False)
@@ -57,7 +59,7 @@ class FairTurns(Generic[_Owner]):
 
     def __iter__(self) -> Iterator[_Owner]:
         """The waiting owners in the order of their turns; the caller may pass over those that cannot use theirs."""
-        return (owner for _, _, owner in self._order)
+        return map(_owner_of, self._order)
 
     def __contains__(self, owner: _Owner) -> bool:
         """Whether the owner has work waiting."""
@@ -112,8 +114,26 @@ class FairTurns(Generic[_Owner]):
             account.virtual += correction
             self._forget_if_idle(owner, account)
 
+    def take(self, owner: _Owner, estimate: float | None = None) -> None:
+        """A turn that costs what it was estimated at: begin(), end(), and with `estimate` wait() for the next one."""
+        account = self._accounts[owner]
+        self._remove(account)
+        account.virtual += account.estimate
+        self._clock = max(self._clock, account.virtual)
+        if estimate is None:
+            account.is_waiting = False
+            self._forget_if_idle(owner, account)
+            return
+        if not account.open_turns:
+            account.virtual = self._clock
+        self._number += 1
+        account.estimate, account.number = estimate, self._number
+        insort(self._order, (account.virtual + estimate, self._number, owner))
+
     def _remove(self, account: _Account) -> None:
-        del self._order[bisect_left(self._order, (account.virtual + account.estimate, account.number))]
+        order, number = self._order, account.number
+        is_next = order[0][1] == number
+        del order[0 if is_next else bisect_left(order, (account.virtual + account.estimate, number))]
 
     def _forget_if_idle(self, owner: _Owner, account: _Account) -> None:
         if account.is_waiting or account.open_turns:

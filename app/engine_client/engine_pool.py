@@ -22,10 +22,10 @@ from msgspec.structs import replace
 from app.common.errors import EngineError, EngineFailed, NotReady
 from app.common.ipc import Ready
 from app.common.types import Request, StepReport
-from app.engine_client.fair_queue import FairQueue
 from app.engine_client.open_sequences import OpenSequences
 from app.engine_client.prefix_router import PrefixRouter, block_hashes
 from app.engine_client.replica import Replica
+from app.engine_client.request_queue import RequestQueue
 from app.engine_client.supervisor import EngineStopped, WeightsFiles, read_directory
 
 _log = logging.getLogger("inkstream")
@@ -40,7 +40,7 @@ _SHUTTING_DOWN = "the service is shutting down: send it again in a moment"
 class EnginePool:
     """Owns the queue and the engines, and distributes requests among them."""
 
-    def __init__(self, engines: Sequence[Replica], queue: FairQueue) -> None:
+    def __init__(self, engines: Sequence[Replica], queue: RequestQueue) -> None:
         """Each engine has its index in this order as its `replica`."""
         self.engines = tuple(engines)
         self.queue = queue

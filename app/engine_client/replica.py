@@ -13,8 +13,8 @@ from app.common.ipc import Cancel, Ready, Submit, WorkerConfig
 from app.common.types import Counters, Request, StepReport
 from app.engine_client.crash_recovery import CANARY_ID, CanaryRequest, CrashRecovery
 from app.engine_client.engine_process import WORKER
-from app.engine_client.fair_queue import prompt_tokens
 from app.engine_client.open_sequences import OpenSequences, flush_all
+from app.engine_client.request_queue import prompt_tokens
 from app.engine_client.supervisor import CrashOutcome, EngineStopped, Supervisor
 
 _log = logging.getLogger("inkstream")

@@ -10,7 +10,7 @@ from app.access.tenant_queue import WorkAccount
 from app.common.errors import ContextLengthExceeded, InvalidRequest
 from app.common.fault_injection import fault
 from app.common.ipc import Ready
-from app.engine_client.fair_queue import check_ids
+from app.engine_client.request_queue import check_ids
 from app.generation.request import GenerationRequest, Prompt
 from app.tokenization.text_encoder import SLICE, TextEncoder, TokenizerPool
 from app.tokenization.tokenizer_sandbox import Part

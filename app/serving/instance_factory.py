@@ -18,8 +18,8 @@ from app.common.logs import START
 from app.common.settings import Settings
 from app.engine.cpu.toolchain.library_cache import cache_directory
 from app.engine_client.engine_pool import EnginePool
-from app.engine_client.fair_queue import FairQueue
 from app.engine_client.replica import Replica
+from app.engine_client.request_queue import RequestQueue
 from app.serving.kernel_prebuild import libraries_at_start
 from app.serving.model_instance import ModelInstance
 from app.serving.weights_snapshot import WeightsSnapshot, take_fingerprint, without_links
@@ -88,7 +88,7 @@ def make_engine_pool(settings: Settings, reserved_bytes: int = 0) -> EnginePool:
         )
     shares = divide(topology, replicas, settings.threads)
     _start_log.info("cores: %s; %d threads for each engine by default", topology, shares[0].threads)
-    queue = FairQueue(max_requests=settings.max_waiting, max_prompt_tokens=settings.max_waiting_tokens)
+    queue = RequestQueue(max_requests=settings.max_waiting, max_prompt_tokens=settings.max_waiting_tokens)
     configs = _worker_configs(settings, shares, reserved_bytes)
     return EnginePool([Replica(config, silence_seconds=settings.engine_silence) for config in configs], queue)
 

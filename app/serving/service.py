@@ -39,7 +39,7 @@ from app.common.model_version import Version
 from app.common.settings import Settings
 from app.common.types import Request, SamplingParams
 from app.engine_client.engine_pool import EnginePool
-from app.engine_client.fair_queue import FairQueue
+from app.engine_client.request_queue import RequestQueue
 from app.engine_client.supervisor import EngineStopped
 from app.generation.collector import collect
 from app.generation.completion import Completion, CompletionTimes, Timeouts
@@ -183,7 +183,7 @@ class AdmissionControl:
 
     @contextmanager
     def reserve_queue(
-        self, request: GenerationRequest, tenant: Tenant, timeouts: Timeouts, queue: FairQueue
+        self, request: GenerationRequest, tenant: Tenant, timeouts: Timeouts, queue: RequestQueue
     ) -> Iterator[None]:
         """Reserves capacity in `queue` during tokenization; refuses a request whose deadline would pass in the queue.
 

@@ -127,11 +127,16 @@ def test_equal_costs_make_a_round_robin(n_owners: int, seed: int) -> None:
         if rotation and draw.random() < 0.7:
             taken = rotation.popleft()
             assert next(iter(turns)) == taken
-            turns.begin(taken)
-            turns.end(taken)
-            if draw.random() < 0.8:
-                turns.wait(taken, 1)
+            has_more, is_atomic = draw.random() < 0.8, draw.random() < 0.5
+            if is_atomic:
+                turns.take(taken, 1 if has_more else None)
+            else:
+                turns.begin(taken)
+                turns.end(taken)
+            if has_more:
                 rotation.append(taken)
+                if not is_atomic:
+                    turns.wait(taken, 1)
         assert list(turns) == list(rotation)
 
 
@@ -141,9 +146,7 @@ def test_owner_that_was_passed_over_does_not_collect_turns() -> None:
         turns.wait(owner, 1)
     for number in range(20):
         taken = next(owner for owner in turns if owner != "a" or number >= 10)
-        turns.begin(taken)
-        turns.end(taken)
-        turns.wait(taken, 1)
+        turns.take(taken, 1)
         order += taken
     assert order == "bcbcbcbcbc" + "abcabcabca"
 

@@ -10,8 +10,8 @@ import pytest
 
 from app.common.ipc import WorkerConfig
 from app.engine_client.engine_pool import EnginePool
-from app.engine_client.fair_queue import FairQueue
 from app.engine_client.replica import Replica
+from app.engine_client.request_queue import RequestQueue
 from app.engine_client.supervisor import EngineStopped
 from tests.support.async_test import async_test
 
@@ -19,7 +19,7 @@ from tests.support.async_test import async_test
 async def _stopped(*command: str) -> tuple[EngineStopped, int]:
     """The reason for giving up an engine of this command, and the number of restarts."""
     client = Replica(WorkerConfig(weights=""), silence_seconds=0.2, command=command)
-    pool = EnginePool([client], FairQueue(max_requests=1, max_prompt_tokens=1))
+    pool = EnginePool([client], RequestQueue(max_requests=1, max_prompt_tokens=1))
     pool.start()
     try:
         return await asyncio.wait_for(pool.wait_stopped(), 60), pool.restarts

@@ -9,9 +9,9 @@ from app.common.ipc import Cancel, Down, Ready, Submit, WorkerConfig
 from app.common.model_version import Version
 from app.common.types import Counters, FinishReason, Request, RequestStarted, SampledEvent, StepReport
 from app.engine_client.engine_pool import EnginePool
-from app.engine_client.fair_queue import FairQueue
 from app.engine_client.open_sequences import Writes
 from app.engine_client.replica import Replica
+from app.engine_client.request_queue import RequestQueue
 from app.engine_client.supervisor import EngineStopped, WeightsFiles, read_directory
 from app.generation.completion import Completion, CompletionTimes, Timeouts
 from app.generation.request import CompletionEvent, Delta, Finished, TokenDetail
@@ -164,7 +164,7 @@ class PoolHarness:
     """An engine pool, its fake engines, and its completions."""
 
     def __init__(self, n: int = 2, *, slots: int = 4, capacity: int = 1000, load: bool = True) -> None:
-        queue = FairQueue(max_requests=capacity, max_prompt_tokens=100_000)
+        queue = RequestQueue(max_requests=capacity, max_prompt_tokens=100_000)
         configs = [WorkerConfig(weights="", replica=index, replicas=n, max_running=slots) for index in range(n)]
         self.pool = EnginePool([Replica(config) for config in configs], queue)
         self.engines = [FakeSupervisor(client, slots) for client in self.pool.engines]

@@ -14,7 +14,7 @@ plan_ahead() plans the step after one that is still running. It counts tokens th
 sequence, and leaves out sequences that certainly end in the running step. A sequence that ends unexpectedly has
 computed one extra token, which is discarded.
 
-The fair queue of the API process decides which request is next. Only a few wait here, by arrival, and preempted ones
+The request queue of the API process decides which request is next. Only a few wait here, by arrival, and preempted ones
 before them.
 """
 

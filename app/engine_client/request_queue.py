@@ -1,8 +1,9 @@
-"""Fair queue of the requests that wait for an engine, and its measured throughput.
+"""Queue of the requests that wait for an engine, and its measured throughput.
 
-There is one queue for all engines. Tenants (requests of one cache namespace) take turns; within a tenant the first to
-come is the first served. Followers (n above 1) are passed over while the engine of their leader has no capacity, and
-requests with a grammar while the engines compile as many as they may.
+There is one queue for all engines. Tenants (requests of one cache namespace) take turns, a request each: what one costs
+the engine is only known afterwards, and its position must be exact. Within a tenant the first to come is the first
+served. Followers (n above 1) are passed over while the engine of their leader has no capacity, and requests with a
+grammar while the engines compile as many as they may.
 
     tenants:  ann [a1 a2 a3]   bob [b1]   cyd [c1 c2]        order: a1 b1 c1 a2 c2 a3
 
@@ -20,10 +21,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from msgspec import Struct
+
 from app.common.errors import ContextLengthExceeded, InvalidRequest, QueueFull
+from app.common.fair_turns import FairTurns, may_hold
 from app.common.types import Request, RequestStarted
 
 _TENANT_FACTOR = 7
+"""A tenant may hold seven times what is free: seven eighths of the queue if it is alone."""
+_TURN = 1.0
 
 
 def check_ids(ids: list[int], *, context: int, vocab_size: int, field: str) -> None:
@@ -90,17 +96,16 @@ _PROMPT_TOKENS_PER_STEP = 8
 """Prompt tokens that cost as much as one generated token: a step computes 256 of them or 32 with default settings."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
+class _Entry(Struct, frozen=True):
     request: Request
     arrival: int
     tokens: int
     work: float
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _SubQueue:
-    """One tenant's part of the queue; owned by FairQueue."""
+    """One tenant's part of the queue; owned by RequestQueue."""
 
     tokens: int = 0
     sent: int = 0
@@ -115,7 +120,7 @@ class _SubQueue:
         return len(self.entries) + self.sent + self.tokenizing
 
 
-class FairQueue:
+class RequestQueue:
     """Requests that were submitted and have not started, and those that are about to be submitted."""
 
     def __init__(self, *, max_requests: int, max_prompt_tokens: int) -> None:
@@ -124,8 +129,14 @@ class FairQueue:
         self._entries: dict[str, _Entry] = {}
         self._sent: dict[str, None] = {}
         """Those of the entries that an engine has, in the order of sending; the values are unused."""
-        self._subqueues: dict[str, _SubQueue] = {}  # by cache namespace, in round-robin order
+        self._subqueues: dict[str, _SubQueue] = {}  # by cache namespace
+        self._turns = FairTurns[_SubQueue]()
+        """Those with requests to be sent."""
         self._arrivals = self._returns = 0
+        self._tokenizing = 0
+        """Requests whose prompts are being tokenized."""
+        self.prompt_tokens = 0
+        """Prompt tokens that wait, including estimates for texts that are being tokenized."""
         self._work = 0.0
         self._throughput = ThroughputEstimate()
 
@@ -133,11 +144,6 @@ class FairQueue:
     def n_unsent(self) -> int:
         """Requests that no engine has."""
         return len(self._entries) - len(self._sent)
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Prompt tokens that wait, including estimates for texts that are being tokenized."""
-        return sum(subqueue.tokens for subqueue in self._subqueues.values())
 
     def retry_after(self, now: float) -> int:
         """Whole seconds until the requests that wait now have started; the Retry-After of a refused request."""
@@ -160,13 +166,11 @@ class FairQueue:
                 self.retry_after(now),
             )
         subqueue = self._subqueues.setdefault(cache_namespace, _SubQueue())
-        subqueue.tokenizing += requests
-        subqueue.tokens += tokens
+        self._count_tokenizing(subqueue, requests, tokens)
         try:
             yield
         finally:
-            subqueue.tokenizing -= requests
-            subqueue.tokens -= tokens
+            self._count_tokenizing(subqueue, -requests, -tokens)
             self._remove_if_empty(cache_namespace, subqueue)
 
     def check(self, requests: Sequence[Request], now: float) -> None:
@@ -182,17 +186,20 @@ class FairQueue:
         entry = _Entry(request, arrival, tokens, tokens / _PROMPT_TOKENS_PER_STEP + request.max_tokens)
         subqueue = self._subqueues.setdefault(request.cache_namespace, _SubQueue())
         subqueue.entries.insert(0 if first else len(subqueue.entries), entry)
+        if len(subqueue.entries) == 1:
+            self._turns.wait(subqueue, _TURN)
         subqueue.tokens += tokens
+        self.prompt_tokens += tokens
         self._work += entry.work
         self._entries[request.id] = entry
 
     def take(self, choose: Callable[[str], int | None]) -> tuple[str, int] | None:
-        """Takes the next request that can be sent, and moves its tenant to the end of the rotation.
+        """Takes the next request that can be sent, which is its tenant's turn.
 
         choose: the engine for a request, by its id, or None; called for each tenant's first request, and for others
         if that may be passed over.
         """
-        for namespace, subqueue in self._subqueues.items():
+        for subqueue in self._turns:
             can_compile = True
             for index, entry in enumerate(subqueue.entries):
                 request = entry.request
@@ -203,7 +210,7 @@ class FairQueue:
                     del subqueue.entries[index]
                     subqueue.sent += 1
                     self._sent[request.id] = None
-                    self._subqueues[namespace] = self._subqueues.pop(namespace)
+                    self._turns.take(subqueue, _TURN if subqueue.entries else None)
                     return request.id, engine
                 can_compile &= not request.grammar
                 if not (request.leader or request.grammar):
@@ -231,7 +238,10 @@ class FairQueue:
                 subqueue.sent -= 1
             else:
                 del subqueue.entries[_index(subqueue, entry)]
+                if not subqueue.entries:
+                    self._turns.leave(subqueue)
             subqueue.tokens -= entry.tokens
+            self.prompt_tokens -= entry.tokens
             self._work = self._work - entry.work if self._entries else 0.0
             self._remove_if_empty(entry.request.cache_namespace, subqueue)
 
@@ -256,20 +266,18 @@ class FairQueue:
 
     def _position(self, cache_namespace: str, before: int) -> int:
         """Position of a request with `before` requests of its own tenant ahead: other tenants start one for each."""
-        position, others_first = len(self._sent) + before, 1
-        for other, subqueue in self._subqueues.items():
-            if other == cache_namespace:
+        position, others_first, own = len(self._sent) + before, 1, self._subqueues.get(cache_namespace)
+        for other in self._turns:
+            if other is own:
                 others_first = 0
             else:
-                position += min(len(subqueue.entries), before + others_first)
+                position += min(len(other.entries), before + others_first)
         return position
 
     def _check(self, cache_namespace: str, requests: int, tokens: int, now: float) -> None:
         """Raises QueueFull if the added requests exceed a limit; InvalidRequest if they are too many to ever fit.
 
-        With API keys, one tenant may take seven times what is left: seven eighths of the queue if it is alone, and less
-        with each further tenant, so that there is always capacity for the next one. A tenant without waiting requests
-        may always queue.
+        With API keys, tenants share the queue by a dynamic threshold: one without waiting requests may always queue.
         """
         if requests > self.max_requests:
             raise InvalidRequest(
@@ -277,16 +285,16 @@ class FairQueue:
                 "at once: send fewer prompts, or a smaller n",
                 "prompt",
             )
-        waiting = sum(subqueue.length for subqueue in self._subqueues.values())
-        waiting_tokens = self.prompt_tokens
+        waiting, waiting_tokens = len(self._entries) + self._tokenizing, self.prompt_tokens
         free, free_tokens = self.max_requests - waiting, self.max_prompt_tokens - waiting_tokens
         own, problem = self._subqueue(cache_namespace), ""
         if requests > free:
             problem = f"{waiting} requests wait already"
         elif waiting and tokens > free_tokens:
             problem = f"the queue is full ({waiting_tokens} prompt tokens wait)"
-        elif (cache_namespace and own.length) and (
-            own.length + requests > _TENANT_FACTOR * free or own.tokens + tokens > _TENANT_FACTOR * free_tokens
+        elif cache_namespace and not (
+            may_hold(own.length, requests, free, factor=_TENANT_FACTOR)
+            and may_hold(own.tokens, tokens, free_tokens, factor=_TENANT_FACTOR)
         ):
             problem = (
                 f"{own.length} requests of this key ({own.tokens} prompt tokens) wait already, the rest of the queue "
@@ -295,6 +303,12 @@ class FairQueue:
         if problem:
             retry_after = self.retry_after(now)
             raise QueueFull(f"{problem}: try again in {retry_after} s", retry_after)
+
+    def _count_tokenizing(self, subqueue: _SubQueue, requests: int, tokens: int) -> None:
+        subqueue.tokenizing += requests
+        self._tokenizing += requests
+        subqueue.tokens += tokens
+        self.prompt_tokens += tokens
 
     def _subqueue(self, cache_namespace: str) -> _SubQueue:
         return self._subqueues.get(cache_namespace) or _SubQueue()

@@ -1,4 +1,4 @@
-"""The fair queue: turns of tenants, bounds, exact positions, and wait estimates."""
+"""The request queue: turns of tenants, bounds, exact positions, and wait estimates."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from hypothesis import strategies as st
 
 from app.common.errors import InvalidRequest, QueueFull
 from app.common.types import Request, RequestStarted
-from app.engine_client.fair_queue import FairQueue, ThroughputEstimate
+from app.engine_client.request_queue import RequestQueue, ThroughputEstimate
 
 
 def _request(name: str, namespace: str = "", *, prompt: int = 1, max_tokens: int = 10, **fields: str) -> Request:
     return Request(id=name, prompt=(1,) * prompt, max_tokens=max_tokens, cache_namespace=namespace, **fields)
 
 
-def _queue(requests: int = 100, tokens: int = 1000) -> FairQueue:
-    return FairQueue(max_requests=requests, max_prompt_tokens=tokens)
+def _queue(requests: int = 100, tokens: int = 1000) -> RequestQueue:
+    return RequestQueue(max_requests=requests, max_prompt_tokens=tokens)
 
 
-def _start(queue: FairQueue, name: str, now: float, *, has_backlog: bool = True) -> None:
+def _start(queue: RequestQueue, name: str, now: float, *, has_backlog: bool = True) -> None:
     queue.on_report([RequestStarted(name, 0)], now, has_backlog=has_backlog)
 
 
@@ -44,7 +44,7 @@ def test_prompts_being_tokenized_count_as_waiting() -> None:
 
 
 def test_without_keys_one_client_may_fill_the_queue_and_with_keys_none_can() -> None:
-    def fill(queue: FairQueue, namespace: str) -> int:
+    def fill(queue: RequestQueue, namespace: str) -> int:
         for i in range(100):
             try:
                 queue.check([_request(f"{namespace}{i}", namespace)], 0.0)
@@ -76,7 +76,7 @@ def test_request_that_would_start_too_late_is_refused_at_once() -> None:
         pass
 
 
-def _taken(queue: FairQueue, choose: Callable[[str], int | None] = lambda _: 0) -> str:
+def _taken(queue: RequestQueue, choose: Callable[[str], int | None] = lambda _: 0) -> str:
     """Takes all requests, in order."""
     names = []
     while taken := queue.take(choose):
@@ -84,7 +84,7 @@ def _taken(queue: FairQueue, choose: Callable[[str], int | None] = lambda _: 0) 
     return " ".join(names)
 
 
-def _queue_of(*names: str) -> FairQueue:
+def _queue_of(*names: str) -> RequestQueue:
     """A queue with these requests; the first letter names the tenant."""
     queue = _queue()
     for name in names:
