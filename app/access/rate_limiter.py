@@ -37,7 +37,7 @@ class Tenant:
 
     name: str = ""
     cache_namespace: str = ""
-    """Tenants share cached prompt blocks only within a namespace, which is also the key of the fair queues."""
+    """Tenants share cached prompt blocks only within a namespace, and take turns by it."""
     limits: RateLimits = RateLimits()
     reads_usage: bool = False
     """Whether it may read the usage of all tenants."""

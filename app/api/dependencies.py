@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from app.access.tenant_queue import WorkAccount
+from app.access.worker_turns import WorkAccount
 from app.api.metrics import Metrics
 from app.api.resume_store import ResumeStore
 from app.common.errors import RateLimitExceeded

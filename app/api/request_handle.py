@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import Request
 from starlette.responses import Response
 
-from app.access.tenant_queue import WorkAccount
+from app.access.worker_turns import WorkAccount
 from app.api.dependencies import metrics_of, service_of, version_header
 from app.api.metrics import Metrics
 from app.api.schemas import Timings

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from app.access.tenant_queue import WorkAccount
+from app.access.worker_turns import WorkAccount
 from app.common.errors import EngineFailed, InvalidRequest
 from app.sandbox.sandbox import Sandbox, SandboxError, SandboxPool
 from model.checkpoint.tensor_index import ChatTemplateFile, read_chat_template

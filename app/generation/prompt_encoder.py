@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Generator
 from dataclasses import dataclass
 
-from app.access.tenant_queue import WorkAccount
+from app.access.worker_turns import WorkAccount
 from app.common.errors import ContextLengthExceeded, InvalidRequest
 from app.common.fault_injection import fault
 from app.common.ipc import Ready

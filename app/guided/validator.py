@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from app.access.tenant_queue import WorkAccount
+from app.access.worker_turns import WorkAccount
 from app.common.errors import InvalidRequest
 from app.guided.grammar import Grammar
 from app.sandbox.sandbox import SandboxError, SandboxPool

@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from app.access.tenant_queue import TenantThreads, WorkAccount
+from app.access.worker_turns import TenantThreads, WorkAccount
 from app.common.errors import EngineFailed
 from app.common.start_signals import stop_signals_blocked
 from app.sandbox.sandbox_child import LENGTH

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from app.access.rate_limiter import RateLimiter, Reservation, Tenant
-from app.access.tenant_queue import LoopShare, WorkAccount
+from app.access.worker_turns import LoopShare, WorkAccount
 from app.common.errors import (
     DeadlineExceeded,
     EngineError,

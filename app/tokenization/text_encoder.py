@@ -2,7 +2,7 @@
 
 A megabyte of text may become a million tokens, which takes half a second and some hundred megabytes. 5,000 characters
 take about 2 ms, less than an engine step, and are tokenized on the event loop. Longer texts wait for a turn in a
-TenantQueue; work that is split into slices waits for a turn before each.
+WorkerTurns; work that is split into slices waits for a turn before each.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator
 from functools import partial
 from typing import TypeVar
 
-from app.access.tenant_queue import TenantThreads, WorkAccount
+from app.access.worker_turns import TenantThreads, WorkAccount
 from app.common.errors import EngineFailed, InvalidRequest
 from app.common.operating_system import lower_priority
 from app.sandbox.sandbox import SandboxError

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.access.tenant_queue import WorkAccount
+from app.access.worker_turns import WorkAccount
 from app.tokenization.text_encoder import TokenizerPool
 from model.tokenizer.tokenizer import SEPARATOR, Tokenizer
 from tests.support.async_test import async_test

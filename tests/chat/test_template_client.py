@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from app.__main__ import main
-from app.access.tenant_queue import WorkAccount
+from app.access.worker_turns import WorkAccount
 from app.chat.template_client import ChatTemplate, RenderJob, TemplateInputs
 from app.chat.template_worker import render
 from app.common.errors import InvalidRequest

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from app.access.tenant_queue import WorkAccount
+from app.access.worker_turns import WorkAccount
 from app.api.openai.schemas import ChatRequest
 from app.chat.template_client import ChatTemplate, RenderJob, TemplateInputs
 from app.chat.template_worker import render

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as RustTokenizer
 
-from app.access.tenant_queue import WorkAccount
+from app.access.worker_turns import WorkAccount
 from app.api.openai.responder import split_by_token
 from app.common.ipc import Ready
 from app.common.model_version import Version

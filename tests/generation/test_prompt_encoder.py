@@ -11,7 +11,7 @@ import pytest
 from tokenizers import AddedToken, processors
 from tokenizers import Tokenizer as RustTokenizer
 
-from app.access.tenant_queue import WorkAccount
+from app.access.worker_turns import WorkAccount
 from app.common.errors import InvalidRequest
 from app.common.ipc import Ready
 from app.common.model_version import Version

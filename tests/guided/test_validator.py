@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from app.access.tenant_queue import WorkAccount
+from app.access.worker_turns import WorkAccount
 from app.common.errors import EngineFailed, InvalidRequest
 from app.guided.grammar import grammar_from
 from app.guided.validator import GrammarValidator

@@ -47,7 +47,7 @@ def server(
     """The fake engine, and a chat template whose time grows with the message."""
     folder = Path(shutil.copytree(weights, tmp_path_factory.mktemp("s26") / "weights"))
     (folder / "chat_template.jinja").write_text(_TEMPLATE)
-    environment, flags = faults.removing("loop_share.unlimited", "tenant_queue.fifo"), ("--guide-seconds", "1")
+    environment, flags = faults.removing("loop_share.unlimited", "worker_turns.fifo"), ("--guide-seconds", "1")
     return serve_module(*flags, ring=ring, weights=folder, fake_ms=5, environment=environment, is_killed=True)
 
 
@@ -198,7 +198,7 @@ def test_tenant_that_fills_the_text_queue_leaves_space_for_others(
 
 def test_shared_text_bound_is_detected(client: httpx.Client, server: Server, ring: Keyring, faults: Faults) -> None:
     """Positive control."""
-    with faults.armed("tenant_queue.fifo", "remove"), running_load(_texts(server, ring), warm_up=2):
+    with faults.armed("worker_turns.fifo", "remove"), running_load(_texts(server, ring), warm_up=2):
         assert _tokenize_a_megabyte(client) == 503
 
 
@@ -250,5 +250,5 @@ def test_first_come_first_served_worker_is_detected(
     """Positive control."""
     _, victim, load = scene
     alone = min(victim() for _ in range(5))
-    with faults.armed("tenant_queue.fifo", "remove"), running_load(load):
+    with faults.armed("worker_turns.fifo", "remove"), running_load(load):
         assert victim() > _FLOOR * alone

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from app.access.tenant_queue import Busy, WorkAccount
+from app.access.worker_turns import Busy, WorkAccount
 from app.common.errors import EngineFailed
 from app.sandbox.sandbox import Sandbox, SandboxError, SandboxPool
 from tests.support import ROOT

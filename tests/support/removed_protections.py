@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -76,25 +77,22 @@ def _removal(name: str, module: str, function: str) -> Callable[[Callable[..., A
     return register
 
 
-@_removal("tenant_queue.fifo", "app.access.tenant_queue", "TenantQueue._check")
+@_removal("worker_turns.fifo", "app.access.worker_turns", "WorkerTurns._check")
 def _one_limit_for_all_tenants(real: Any, queue: Any, tenant: Any, size: int) -> None:
-    real(queue, type(tenant)(jobs=1), size)
+    real(queue, type(tenant)(jobs=1, size=1), size)
 
 
-@_removal("tenant_queue.fifo", "app.access.tenant_queue", "TenantQueue._next_tenant")
-def _one_worker_in_order_of_arrival(_real: Any, queue: Any) -> Any:
-    tenants = queue._tenants.values()
-    if any(tenant.running for tenant in tenants):
-        return None
-    return min((each for each in tenants if each.waiting), key=lambda each: each.waiting[0].arrival, default=None)
+@_removal("worker_turns.fifo", "app.access.worker_turns", "WorkerTurns.acquire")
+def _one_worker_in_order_of_arrival(real: Any, queue: Any, account: Any, cost: int) -> Any:
+    return real(queue, dataclasses.replace(account, tenant=""), cost)
 
 
-@_removal("loop_share.unlimited", "app.access.tenant_queue", "LoopShare.parsing")
+@_removal("loop_share.unlimited", "app.access.worker_turns", "LoopShare.parsing")
 def _parse_at_once(*_arguments: Any) -> contextlib.nullcontext[None]:
     return contextlib.nullcontext()
 
 
-@_removal("loop_share.unlimited", "app.access.tenant_queue", "LoopShare.pause")
+@_removal("loop_share.unlimited", "app.access.worker_turns", "LoopShare.pause")
 async def _pause_for_nothing(*_arguments: Any) -> None:
     await asyncio.sleep(0)
 

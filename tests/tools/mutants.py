@@ -45,7 +45,7 @@ SUBJECTS = {
     "sampler": Subject((f"{_ENGINE}/sampling/sampler.py",), ("tests/engine/sampling",)),
     "text": Subject(("app/generation/detokenizer.py",), ("tests/generation",)),
     "quotas": Subject(
-        ("app/access/rate_limiter.py", "app/access/tenant_queue.py"),
+        ("app/access/rate_limiter.py", "app/access/worker_turns.py"),
         ("tests/access", "tests/api/test_invalid_input.py", f"{_PROMISES}/test_s04_limits_by_key.py"),
     ),
     "resume": Subject(

@@ -1,4 +1,4 @@
-"""Tenant queue: order of turns, the last worker, bounds, charges. The tests set how long a worker takes."""
+"""Turns on workers: order, the last worker, bounds, charges. The tests set how long a worker takes."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 
 from app.access.rate_limiter import RateLimiter, RateLimits, Tenant
-from app.access.tenant_queue import Busy, LoopShare, TenantQueue, Turn, WorkAccount
+from app.access.worker_turns import Busy, LoopShare, Turn, WorkAccount, WorkerTurns
 from tests.support.async_test import async_test
 
 
-def _queue(workers: int = 2, **options: Any) -> TenantQueue:
-    return TenantQueue(workers, **{"max_jobs": 64, "max_size": 1000, **options})
+def _queue(workers: int = 2, **options: Any) -> WorkerTurns:
+    return WorkerTurns(workers, **{"max_jobs": 64, "max_size": 1000, **options})
 
 
 class QueueClients:
     """Submits waiting jobs and records which tenant gets a turn, in order."""
 
-    def __init__(self, queue: TenantQueue) -> None:
+    def __init__(self, queue: WorkerTurns) -> None:
         self.queue = queue
         self.order: list[str] = []
         self.turns: list[tuple[str, Turn]] = []
@@ -196,7 +196,7 @@ async def test_a_job_that_is_cancelled_after_its_grant_frees_the_worker_and_cost
     cancelled.cancel()
     await asyncio.wait([cancelled, waiting], timeout=5)
     assert cancelled.cancelled() and clients.order == ["a", "c"]
-    assert clients.queue._tenants["b"].seconds == 0.0
+    assert clients.queue._tenants["b"] not in clients.queue._turns._accounts, "it has no debt"
 
 
 @async_test

@@ -1,19 +1,16 @@
-"""Fair queue by tenant in front of shared workers: text threads, grammar and template processes, the event loop.
+"""Turns of tenants on shared workers: text threads, grammar and template processes, the event loop.
 
 Every job that may take long waits for a turn. Three rules keep one tenant's jobs from delaying another's:
 
-* Order: the next turn goes to the tenant with the least recent worker time, counting the estimate of its next job, so
-  that small jobs overtake large ones; inside a tenant, first come, first served.
+* Order: fair turns by worker time (app/common/fair_turns.py), estimated before and measured after, so that of two
+  tenants the one with the smaller job goes first; inside a tenant, first come, first served.
 * Workers: a tenant never occupies the last worker, so that another tenant finds one that is free.
-* Bounds: a tenant may hold as much of the queue as is free, so that there is always space left for another tenant
-  (dynamic thresholds: Choudhury and Hahne, IEEE/ACM Transactions on Networking 6(2), 1998).
+* Bounds: a dynamic threshold, so that there is always space left for another tenant.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -24,9 +21,8 @@ from typing import TypeVar
 
 from app.access.rate_limiter import UNLIMITED, Reservation
 from app.common.errors import Unavailable
+from app.common.fair_turns import FairTurns, may_hold
 
-_HALF_LIFE = 10.0
-"""Seconds after which worker time counts half."""
 _DECAY = 0.9
 _T = TypeVar("_T")
 
@@ -48,7 +44,6 @@ class WorkAccount:
 class _Job:
     account: WorkAccount
     cost: int
-    arrival: int
     granted: asyncio.Future[Turn]
 
 
@@ -58,16 +53,7 @@ class _Tenant:
     """Admitted, waiting or running."""
     size: int = 0
     running: int = 0
-    seconds: float = 0.0
-    """Worker time, decayed until `updated`."""
-    updated: float = 0.0
     waiting: deque[_Job] = field(default_factory=deque)
-
-    def recent_seconds(self, now: float) -> float:
-        return self.seconds * math.exp2((self.updated - now) / _HALF_LIFE)
-
-    def add(self, seconds: float, now: float) -> None:
-        self.seconds, self.updated = self.recent_seconds(now) + seconds, now
 
 
 class Turn:
@@ -92,7 +78,7 @@ class Turn:
             end(time.monotonic() - self._started if seconds is None else seconds)
 
 
-class TenantQueue:
+class WorkerTurns:
     """Admits jobs and grants turns. Owned by the event loop."""
 
     def __init__(self, workers: int, *, max_jobs: int, max_size: int, max_busy_share: float = 1.0) -> None:
@@ -105,9 +91,9 @@ class TenantQueue:
         self._max_running = max(1, workers - 1)
         self._idle = set(range(workers))
         self._tenants: dict[str, _Tenant] = {}  # at most one per key
-        self._arrivals = itertools.count()
-        self._seconds, self._cost = 0.0, 1.0
-        """Of recent jobs, decayed: worker time, and estimated cost."""
+        self._turns = FairTurns[_Tenant]()
+        self._seconds, self._cost = 1e-9, 1.0
+        """Of recent jobs, decayed: worker time, and estimated cost. Before the first one, costs only order the jobs."""
 
     @contextmanager
     def admitted(self, account: WorkAccount, size: int) -> Iterator[None]:
@@ -125,14 +111,17 @@ class TenantQueue:
     async def acquire(self, account: WorkAccount, cost: int) -> Turn:
         """Waits for a turn on some worker. `cost` estimates the work in any unit: characters, bytes."""
         tenant = self._tenants.setdefault(account.tenant, _Tenant())
-        job = _Job(account, cost, next(self._arrivals), asyncio.get_running_loop().create_future())
+        job = _Job(account, cost, asyncio.get_running_loop().create_future())
         tenant.waiting.append(job)
+        if len(tenant.waiting) == 1:
+            self._wait(tenant)
         self._dispatch()
         try:
             return await job.granted
         except BaseException:
             if job in tenant.waiting:
                 tenant.waiting.remove(job)
+                self._wait(tenant)
             elif job.granted.done() and not job.granted.cancelled():
                 job.granted.result().end(0.0)
             raise
@@ -142,42 +131,46 @@ class TenantQueue:
         for tenant in self._tenants.values():
             while tenant.waiting:
                 tenant.waiting.popleft().granted.cancel()
+            self._wait(tenant)
 
     def _check(self, tenant: _Tenant, size: int) -> None:
         jobs = sum(other.jobs for other in self._tenants.values())
         total = sum(other.size for other in self._tenants.values())
-        fits = tenant.jobs < self._max_jobs - jobs and tenant.size + size <= self._max_size - total
-        if tenant.jobs and not fits:
+        if not (
+            may_hold(tenant.jobs, 1, self._max_jobs - jobs) and may_hold(tenant.size, size, self._max_size - total)
+        ):
             wait = min(60, 1 + round(self._expected_seconds(tenant.size)))
             raise Busy(f"too many requests of this kind wait already: try again in {wait} s", wait)
 
+    def _wait(self, tenant: _Tenant) -> None:
+        """Updates the order of turns when a tenant's next job is another one, or none is left."""
+        if tenant.waiting:
+            self._turns.wait(tenant, self._expected_seconds(tenant.waiting[0].cost))
+        else:
+            self._turns.leave(tenant)
+
     def _dispatch(self) -> None:
         while self._idle and (tenant := self._next_tenant()):
-            self._grant(tenant)
+            if tenant.waiting[0].granted.cancelled():
+                tenant.waiting.popleft()
+                self._wait(tenant)
+            else:
+                self._grant(tenant)
 
     def _next_tenant(self) -> _Tenant | None:
-        now = time.monotonic()
-
-        def rank(tenant: _Tenant) -> tuple[float, int]:
-            job = tenant.waiting[0]
-            return tenant.recent_seconds(now) + self._expected_seconds(job.cost), job.arrival
-
-        ready = [one for one in self._tenants.values() if one.waiting and one.running < self._max_running]
-        return min(ready, key=rank, default=None)
+        return next((tenant for tenant in self._turns if tenant.running < self._max_running), None)
 
     def _grant(self, tenant: _Tenant) -> None:
-        job = tenant.waiting.popleft()
-        if job.granted.cancelled():
-            return
+        job, estimate = tenant.waiting.popleft(), self._turns.begin(tenant)
+        self._wait(tenant)
         worker = min(self._idle)
         self._idle.remove(worker)
         tenant.running += 1
 
         def end(seconds: float) -> None:
-            now = time.monotonic()
             tenant.running -= 1
-            tenant.add(seconds, now)
-            job.account.reservation.charge_work(seconds, now)
+            self._turns.end(tenant, seconds - estimate)
+            job.account.reservation.charge_work(seconds, time.monotonic())
             self._seconds, self._cost = self._seconds * _DECAY + seconds, self._cost * _DECAY + job.cost
             if rest := seconds * self._rest_ratio:
                 asyncio.get_running_loop().call_later(rest, self._free, worker)
@@ -200,12 +193,12 @@ class TenantThreads:
     def __init__(
         self, name: str, workers: int, *, max_jobs: int, max_size: int, initializer: Callable[[], None] | None = None
     ) -> None:
-        """`max_jobs` and `max_size` as in TenantQueue; each thread calls `initializer` first."""
-        self._queue = TenantQueue(workers, max_jobs=max_jobs, max_size=max_size)
+        """`max_jobs` and `max_size` as in WorkerTurns; each thread calls `initializer` first."""
+        self._queue = WorkerTurns(workers, max_jobs=max_jobs, max_size=max_size)
         self._threads = ThreadPoolExecutor(workers, name, initializer)
 
     def admitted(self, account: WorkAccount, size: int) -> AbstractContextManager[None]:
-        """TenantQueue.admitted(). Raises Busy."""
+        """WorkerTurns.admitted(). Raises Busy."""
         return self._queue.admitted(account, size)
 
     async def run(self, work: Callable[[], _T], account: WorkAccount, cost: int) -> _T:
@@ -240,7 +233,7 @@ class LoopShare:
     """Limits the share of the event loop's time that longer work takes."""
 
     def __init__(self) -> None:
-        self._queue = TenantQueue(1, max_jobs=_MAX_BODIES, max_size=_MAX_BYTES, max_busy_share=_MAX_BUSY_SHARE)
+        self._queue = WorkerTurns(1, max_jobs=_MAX_BODIES, max_size=_MAX_BYTES, max_busy_share=_MAX_BUSY_SHARE)
 
     @asynccontextmanager
     async def parsing(self, body: bytes | bytearray, account: WorkAccount) -> AsyncIterator[None]:
