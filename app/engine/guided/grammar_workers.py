@@ -13,13 +13,13 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from app.common.fair_turns import FairTurns
 from app.common.operating_system import lower_priority
 
 _NICE = 19
 """The lowest priority. On two cores whose streams want both, 31 costly grammars of another key made the p99 between a
 stream's tokens 26 ms so, and 45 ms with a third of a step's share (2026-11-23); rows whose masks are late sit out."""
 _MIN_THREADS = 3
-_MOST_IDLE_TENANTS = 256
 
 
 @dataclass(slots=True, eq=False)
@@ -38,20 +38,19 @@ class Job:
 
 @dataclass(slots=True)
 class _TenantJobs:
-    """A tenant's jobs and the CPU seconds that it has used, in the virtual time of the pool."""
+    """One tenant's jobs that wait, and how many run."""
 
     masks: deque[Job] = field(default_factory=deque)
     compiles: deque[Job] = field(default_factory=deque)
-    seconds: float = 0.0
     running: int = 0
 
     @property
-    def is_idle(self) -> bool:
-        return not (self.masks or self.compiles or self.running)
+    def are_waiting(self) -> bool:
+        return bool(self.masks or self.compiles)
 
 
 class GrammarWorkers:
-    """Runs jobs in start-time fair order by tenant: the tenant that has used the least CPU time goes first.
+    """Runs jobs in fair turns of tenants by CPU time, which is known when a job is done.
 
     A job cannot be interrupted, so two caps keep one from delaying all others: a tenant occupies at most all threads
     but one, and long jobs (compiles) at most all but two.
@@ -63,8 +62,8 @@ class GrammarWorkers:
         self._n_threads = threads or max(_MIN_THREADS, self._n_cores // 2)
         assert self._n_threads >= _MIN_THREADS
         self._jobs_by_tenant: dict[str, _TenantJobs] = {}
-        self._clock = 0.0
-        """Virtual time: `seconds` of the tenant that was served last."""
+        """Of tenants with jobs that wait or run."""
+        self._turns = FairTurns[str]()
         self._n_long = 0
         self._is_running = False
         lock = threading.Lock()
@@ -82,8 +81,8 @@ class GrammarWorkers:
         job.is_queued = True
         with self._queued:
             tenant_jobs = self._jobs_by_tenant.setdefault(job.tenant, _TenantJobs())
-            if tenant_jobs.is_idle:  # an idle tenant earns no credit
-                tenant_jobs.seconds = max(tenant_jobs.seconds, self._clock)
+            if not tenant_jobs.are_waiting:
+                self._turns.wait(job.tenant)
             (tenant_jobs.compiles if job.is_long else tenant_jobs.masks).append(job)
             self._queued.notify()
         if not self._is_running:
@@ -98,6 +97,9 @@ class GrammarWorkers:
             if job.is_queued:
                 tenant_jobs = self._jobs_by_tenant[job.tenant]
                 (tenant_jobs.compiles if job.is_long else tenant_jobs.masks).remove(job)
+                if not tenant_jobs.are_waiting:
+                    self._turns.leave(job.tenant)
+                self._remove_if_idle(job.tenant, tenant_jobs)
             return True
 
     def run_here(self, job: Job) -> None:
@@ -128,17 +130,18 @@ class GrammarWorkers:
 
     def _take(self) -> Job | None:
         """Returns the next job, or None if none may run now; called with the lock held."""
-        for tenant_jobs in sorted(self._jobs_by_tenant.values(), key=lambda tenant_jobs: tenant_jobs.seconds):
-            if tenant_jobs.running >= self._n_threads - 1:
-                continue
-            may_compile = self._n_long < self._n_threads - 2
+        may_compile = self._n_long < self._n_threads - 2
+        for tenant in self._turns:
+            tenant_jobs = self._jobs_by_tenant[tenant]
             pending = tenant_jobs.masks or (tenant_jobs.compiles if may_compile else None)
-            if pending:
+            if pending and tenant_jobs.running < self._n_threads - 1:
                 job = pending.popleft()
                 job.has_started = True
                 tenant_jobs.running += 1
                 self._n_long += job.is_long
-                self._clock = max(self._clock, tenant_jobs.seconds)
+                self._turns.begin(tenant)
+                if tenant_jobs.are_waiting:
+                    self._turns.wait(tenant)
                 return job
         return None
 
@@ -146,19 +149,16 @@ class GrammarWorkers:
         with self._queued:
             tenant_jobs = self._jobs_by_tenant[job.tenant]
             tenant_jobs.running -= 1
-            tenant_jobs.seconds += seconds
+            self._turns.end(job.tenant, seconds)
+            self._remove_if_idle(job.tenant, tenant_jobs)
             self._n_long -= job.is_long
             job.done = True
             self._finished.notify_all()
             self._queued.notify()  # a cap may have kept another job from starting
-            if len(self._jobs_by_tenant) > _MOST_IDLE_TENANTS:
-                self._forget_idle()
 
-    def _forget_idle(self) -> None:
-        """Forgets idle tenants whose usage the virtual time has caught up with."""
-        for tenant, tenant_jobs in list(self._jobs_by_tenant.items()):
-            if tenant_jobs.is_idle and tenant_jobs.seconds <= self._clock:
-                del self._jobs_by_tenant[tenant]
+    def _remove_if_idle(self, tenant: str, tenant_jobs: _TenantJobs) -> None:
+        if not (tenant_jobs.are_waiting or tenant_jobs.running):
+            del self._jobs_by_tenant[tenant]
 
 
 def _execute(job: Job) -> float:
