@@ -13,14 +13,12 @@ from app.common.ipc import Cancel, Ready, Submit, WorkerConfig
 from app.common.types import Counters, Request, StepReport
 from app.engine_client.crash_recovery import CANARY_ID, CanaryRequest, CrashRecovery
 from app.engine_client.engine_process import WORKER
+from app.engine_client.engine_slots import EngineSlots
 from app.engine_client.open_sequences import OpenSequences, flush_all
-from app.engine_client.request_queue import prompt_tokens
 from app.engine_client.supervisor import CrashOutcome, EngineStopped, Supervisor
 
 _log = logging.getLogger("inkstream")
 _REFUSED = "the engine crashed twice while it worked on this request, so it is not retried: change the request"
-_PREFETCHED_SHARE, _MAX_PREFETCHED = 4, 8
-"""Requests that an engine has beyond those that it can run: a quarter as many, at most eight."""
 _STEP_PROMPT_TOKENS = 256
 """Prompt tokens that an engine on a CPU starts in one step."""
 
@@ -63,11 +61,10 @@ class Replica:
         self.max_running = config.max_running
         """Most requests that it runs at once."""
         self._index = config.replica
-        self._step_prompt_tokens = config.tokens_per_step or _STEP_PROMPT_TOKENS
+        self._slots = EngineSlots(config.max_running, config.tokens_per_step or _STEP_PROMPT_TOKENS)
         self.supervisor = Supervisor(config, self, silence_seconds=silence_seconds, command=command)
         self._responses: dict[str, OpenSequences] = {}  # by request id, in the order of sending
         self._reached: set[OpenSequences] = set()  # their readers do not know yet what has arrived
-        self._unstarted: dict[str, Request] = {}  # those that the engine has and has not started
         self._recovery = CrashRecovery()
         self._canary = CanaryRequest()
         self._has_suspects = False
@@ -103,7 +100,7 @@ class Replica:
     @property
     def expects_progress(self) -> bool:
         """Whether the engine has work besides grammars, and so must make progress; for the supervisor."""
-        return self._recovery.n_in_flight > len(self._compiling)
+        return self._recovery.n_in_flight > self._slots.n_compiling
 
     @property
     def can_start(self) -> bool:
@@ -115,33 +112,14 @@ class Replica:
         return any(request_id in self._responses for request_id in response.open_ids)
 
     def has_capacity(self, request: Request) -> bool:
-        """Whether the request may be sent now.
-
-        With API keys, the last eighth of the slots and the prefetch are only for tenants that have nothing here,
-        and a tenant gets no further ahead than what the engine can start in one step: the requests that the engine
-        has not started are in order of arrival, and others' turns must not wait for them. Requests whose grammars are
-        being compiled take no capacity from others, since they take no part in the steps.
-        """
-        if self.ready is None or self.n_suspects:
-            return False
-        compiling = self._compiling
-        n_taken = len(compiling) if request.grammar else len(self._responses) - len(compiling)
-        if n_taken >= self.max_running + max(1, min(_MAX_PREFETCHED, self.max_running // _PREFETCHED_SHARE)):
-            return False
-        namespace = request.cache_namespace
-        if not namespace:
-            return True
-        taken = compiling if request.grammar else self._responses.keys() - compiling
-        own = [name for name in taken if self._responses[name].requests[0].cache_namespace == namespace]
-        if not own:
-            return True
-        tokens = sum(prompt_tokens(self._unstarted[name]) for name in own if name in self._unstarted)
-        return n_taken < self.max_running - self.max_running // 8 and tokens < self._step_prompt_tokens
+        """Whether the request may be sent now."""
+        return self.ready is not None and not self.n_suspects and self._slots.has_capacity(request)
 
     def send(self, response: OpenSequences, request_id: str) -> None:
         """Sends a request for which there is capacity; a suspect is sent once no other one is on trial."""
         self._responses[request_id] = response
         if response.crash_count:
+            self._slots.hold(response.request(request_id))
             self._recovery.add_suspect(request_id, response.crash_count)
             self._send_suspects()
         else:
@@ -160,7 +138,7 @@ class Replica:
         """Handles the report of a step; for the supervisor."""
         self.counters = report.counters
         for started in report.started:
-            self._unstarted.pop(started.request_id, None)
+            self._slots.mark_started(started.request_id)
         is_scheduled = bool(self._reached)
         ended = self._deliver(report)
         if self._reached and not is_scheduled:  # once for all sequences, and all reports in the pipe
@@ -218,6 +196,7 @@ class Replica:
             self.replayed += n_open
         if self.ready and (canary := self._canary.start(self.ready)):
             self._responses[CANARY_ID] = canary
+            self._slots.hold(canary.requests[0])
             self._recovery.add_first(CANARY_ID)
         self._send_suspects()
         self.pool.on_capacity()
@@ -226,7 +205,7 @@ class Replica:
         """All requests but refused ones wait for the next process. For the supervisor."""
         self._past_counters = self.cumulative_counters
         self.counters = Counters()
-        self._unstarted.clear()
+        self._slots.hold_all()
         canary_steps = self._canary.n_steps
         self._remove(self._canary.on_crash())
         for response in dict.fromkeys(self._responses.values()):
@@ -248,11 +227,6 @@ class Replica:
         self._remove(self._canary.on_crash())
         self.pool.on_stopped(self._index, reason)
 
-    @property
-    def _compiling(self) -> set[str]:
-        """Requests whose grammars the engine compiles or has just compiled."""
-        return {request_id for request_id, request in self._unstarted.items() if request.grammar}
-
     def _send_suspects(self) -> None:
         """Sends the next suspect, if it can start at once: while it waits it could not clear itself."""
         self._recovery.update_trial(self._progress)
@@ -262,7 +236,8 @@ class Replica:
         self._has_suspects = self.n_suspects > 0
 
     def _submit(self, request_id: str) -> None:
-        self._unstarted[request_id] = request = self._responses[request_id].request(request_id)
+        request = self._responses[request_id].request(request_id)
+        self._slots.take(request)
         self.supervisor.send(Submit(request))
 
     def _progress(self, request_id: str) -> int:
@@ -272,4 +247,4 @@ class Replica:
         for request_id in request_ids:
             self._recovery.remove(request_id)
             self._responses.pop(request_id, None)
-            self._unstarted.pop(request_id, None)
+            self._slots.release(request_id)

@@ -40,7 +40,7 @@ def _loads(harness: PoolHarness) -> list[int]:
 
 def _is_empty(harness: PoolHarness) -> bool:
     pool = harness.pool
-    clients = any(client._responses or client._unstarted for client in pool.engines)
+    clients = any(client._responses or client._slots._usage for client in pool.engines)
     return not (clients or pool.waiting or pool._suspended or pool.queue._entries)
 
 
