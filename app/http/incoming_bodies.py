@@ -3,18 +3,18 @@
 A body of more than SMALL_BODY bytes is read only after it has reserved memory for its declared length (for the largest
 length that is allowed, if it is chunked). Until then its connection is not read, so that the kernel slows the client
 down. A tenant may always reserve one body, and further ones as long as it holds no more than is free, which leaves
-memory for other tenants' bodies (dynamic thresholds: Choudhury and Hahne, IEEE/ACM Transactions on Networking 6(2),
-1998).
+memory for other tenants' bodies. Bodies that wait take fair turns of tenants by size (app/common/fair_turns.py).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from app.common.errors import RateLimitExceeded
+from app.common.fair_turns import FairTurns, may_hold
 
 SMALL_BODY = 16 << 10
 """Bytes of a body that are read without a reservation, and after which a connection is not read until they are used."""
@@ -31,8 +31,10 @@ class IncomingBodies:
         """`max_wait`: seconds that a body may wait for memory."""
         self._max_wait, self._max_bytes = max_wait, max_bytes
         self._reserved: Counter[str] = Counter()
-        self._waiting: OrderedDict[str, deque[tuple[int, asyncio.Future[None]]]] = OrderedDict()
-        """By tenant, the one whose turn is next first."""
+        self._waiting: dict[str, deque[tuple[int, asyncio.Future[None]]]] = {}
+        """By tenant, the oldest first."""
+        self._turns = FairTurns[str]()
+        """Of the tenants in `_waiting`."""
 
     @asynccontextmanager
     async def reserved(self, tenant: str, size: int) -> AsyncIterator[None]:
@@ -50,8 +52,7 @@ class IncomingBodies:
             self._release(tenant, size)
 
     def _fits(self, tenant: str, size: int) -> bool:
-        free = self._max_bytes - self._reserved.total()
-        return not self._reserved[tenant] or self._reserved[tenant] + size <= free
+        return may_hold(self._reserved[tenant], size, self._max_bytes - self._reserved.total())
 
     async def _wait(self, tenant: str, size: int) -> None:
         queue = self._waiting.setdefault(tenant, deque())
@@ -59,6 +60,8 @@ class IncomingBodies:
             raise self._too_many(tenant)
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         queue.append((size, granted))
+        if len(queue) == 1:
+            self._turns.wait(tenant, size)
         try:
             async with asyncio.timeout(self._max_wait):
                 await granted
@@ -68,7 +71,7 @@ class IncomingBodies:
             else:
                 if (size, granted) in queue:
                     queue.remove((size, granted))
-                self._forget_if_empty(tenant)
+                    self._update_turn(tenant)
                 self._grant()  # a smaller body behind this one may fit
             if isinstance(error, TimeoutError):
                 raise self._too_many(tenant) from None
@@ -81,28 +84,27 @@ class IncomingBodies:
         self._grant()
 
     def _grant(self) -> None:
-        """Grants what fits, one body of each tenant in turn."""
-        stuck = 0
-        while self._waiting and stuck < len(self._waiting):
-            tenant = next(iter(self._waiting))
-            self._waiting.move_to_end(tenant)
-            size, granted = self._waiting[tenant][0]
-            if granted.cancelled():  # its body leaves in this very iteration of the event loop
-                self._waiting[tenant].popleft()
-                self._forget_if_empty(tenant)
-                continue
-            if not self._fits(tenant, size):
-                stuck += 1
-                continue
-            stuck = 0
-            self._waiting[tenant].popleft()
-            self._forget_if_empty(tenant)
-            self._reserved[tenant] += size
-            granted.set_result(None)
+        """Grants what fits, in turns of tenants."""
+        while (tenant := next(filter(self._is_first_ready, self._turns), None)) is not None:
+            size, granted = self._waiting[tenant].popleft()
+            if not granted.cancelled():
+                self._turns.end(tenant, size - self._turns.begin(tenant))
+                self._reserved[tenant] += size
+                granted.set_result(None)
+            self._update_turn(tenant)
 
-    def _forget_if_empty(self, tenant: str) -> None:
-        if tenant in self._waiting and not self._waiting[tenant]:
+    def _is_first_ready(self, tenant: str) -> bool:
+        """Whether the tenant's first body fits, or leaves in this very iteration of the event loop."""
+        size, granted = self._waiting[tenant][0]
+        return granted.cancelled() or self._fits(tenant, size)
+
+    def _update_turn(self, tenant: str) -> None:
+        """Updates the order when the tenant's first body is another one, or none is left."""
+        if queue := self._waiting[tenant]:
+            self._turns.wait(tenant, queue[0][0])
+        else:
             del self._waiting[tenant]
+            self._turns.leave(tenant)
 
     def _too_many(self, tenant: str) -> RateLimitExceeded:
         message = (

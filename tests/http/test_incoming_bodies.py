@@ -126,3 +126,15 @@ async def test_all_memory_is_free_again_when_all_bodies_are_released() -> None:
         for tenant in "ab":
             await stack.enter_async_context(memory.reserved(tenant, _PART))
     assert not memory._reserved and not memory._waiting
+
+
+@async_test
+async def test_memory_goes_to_the_tenant_that_was_granted_fewer_bytes() -> None:
+    memory = IncomingBodies(60, 4 * _PART)
+    holder = _Body(memory, "c", 2 * _PART)
+    bodies = [_Body(memory, tenant) for tenant in ("a", "b", "a", "a", "b")]
+    assert await _held([holder, *bodies]) == [True, True, True, False, False, False]
+    await holder.release()
+    assert await _held(bodies) == [True, True, True, False, False]
+    await bodies[0].release()
+    assert await _held(bodies) == [False, True, True, False, True], "a's next body came first, but a had a turn"
