@@ -1,7 +1,8 @@
 """Turns for work that no API key pays for: probes, refusals, pages, and input that is costly to parse.
 
-While requests of tenants run, such work gets a tenth of the event loop's time in all, and addresses take turns. So a
-client without a key, whatever it sends and how fast, slows the streams of a key only slightly (promise S28), and a
+While requests of tenants run, such work gets a tenth of the event loop's time in all, and addresses take turns
+(app/common/fair_turns.py), one piece of work each: part of what it costs is only charged later, when connections close.
+So a client without a key, whatever it sends and how fast, slows the streams of a key only slightly (promise S28), and a
 probe from one address does not wait behind a flood from another. While no tenant's request runs, the share is not
 limited.
 
@@ -19,6 +20,8 @@ from contextlib import contextmanager
 
 from starlette.types import Scope
 
+from app.common.fair_turns import FairTurns, may_hold
+
 _SHARE = 0.1
 _BURST_SECONDS = 0.005
 _MAX_DEBT_SECONDS = 0.05
@@ -29,6 +32,7 @@ CONNECTION_SECONDS = 0.0002
 """Time of the event loop for accepting, registering and closing a connection."""
 REQUEST_SECONDS = 0.0003
 """Time of the event loop for a short request and its response, from the first byte to the last."""
+_TURN = 1.0
 _Callback = Callable[[], None]
 
 
@@ -40,10 +44,13 @@ class BestEffortTurns:
         self._paying = 0
         self._credit = _BURST_SECONDS
         self._updated = 0.0
-        self._waiting: OrderedDict[str, OrderedDict[_Callback, tuple[float, int]]] = OrderedDict()
-        """By address, the one whose turn is next first: its work, the oldest first, with estimate and bytes."""
+        self._waiting: dict[str, OrderedDict[_Callback, tuple[float, int]]] = {}
+        """By address: its work, the oldest first, with estimate and bytes."""
+        self._turns = FairTurns[str]()
+        """Of the addresses in `_waiting`."""
         self._bytes: Counter[str] = Counter()
         """Input that waits, by address."""
+        self._total_bytes = 0
         self._timer: asyncio.Handle | None = None
 
     @property
@@ -53,7 +60,8 @@ class BestEffortTurns:
 
     def has_memory(self, address: str, size: int) -> bool:
         """Whether another `size` bytes of input from this address may wait, which may take as much as is free."""
-        return self._bytes[address] + size <= max(0, _MAX_BYTES - self._bytes.total())
+        free = _MAX_BYTES - self._total_bytes
+        return size <= free and may_hold(self._bytes[address], size, free)
 
     @contextmanager
     def paying(self) -> Iterator[None]:
@@ -75,8 +83,12 @@ class BestEffortTurns:
 
         `seconds` estimates its work; `size` is the bytes of input that it keeps meanwhile.
         """
-        self._waiting.setdefault(address, OrderedDict())[callback] = seconds, size
+        if address not in self._waiting:
+            self._waiting[address] = OrderedDict()
+            self._turns.wait(address, _TURN)
+        self._waiting[address][callback] = seconds, size
         self._bytes[address] += size
+        self._total_bytes += size
         self._schedule()
 
     def cancel(self, address: str, callback: _Callback) -> None:
@@ -86,6 +98,7 @@ class BestEffortTurns:
             self._remove_bytes(address, queue.pop(callback)[1])
             if not queue:
                 del self._waiting[address]
+                self._turns.leave(address)
 
     async def turn(self, address: str, seconds: float = REQUEST_SECONDS) -> None:
         """Waits for a turn."""
@@ -124,10 +137,12 @@ class BestEffortTurns:
     def _grant(self) -> None:
         self._timer = None
         if self._refill() > 0 and self._waiting:
-            address, queue = self._waiting.popitem(last=False)
+            address = next(iter(self._turns))
+            queue = self._waiting[address]
             callback, (seconds, size) = queue.popitem(last=False)
-            if queue:
-                self._waiting[address] = queue
+            self._turns.take(address, _TURN if queue else None)
+            if not queue:
+                del self._waiting[address]
             self._remove_bytes(address, size)
             self.charge(seconds)
             try:
@@ -138,6 +153,7 @@ class BestEffortTurns:
             self._schedule()
 
     def _remove_bytes(self, address: str, size: int) -> None:
+        self._total_bytes -= size
         self._bytes[address] -= size
         if not self._bytes[address]:
             del self._bytes[address]
