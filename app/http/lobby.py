@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 
+from app.access.owner_shares import EntryCounts
 from app.http.connection_limits import ConnectionLimits
 
 _LEAST_CAPACITY = 32
@@ -32,6 +33,7 @@ class Lobby:
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[str, OrderedDict[socket.socket, Callable[[], None]]] = {}
         """By address, the oldest first, each with the callback that waits for its turn."""
+        self._counts = EntryCounts[str]()
         self.count = 0
         """Connections that wait."""
 
@@ -58,7 +60,8 @@ class Lobby:
     def _wait(self, connection: socket.socket, address: str) -> None:
         if self.count >= max(_LEAST_CAPACITY, self._limits.limits.connections - self._limits.count):
             # Not the newest, whose key may be on its way.
-            crowded = max(self._waiting, key=lambda one: len(self._waiting[one]))
+            crowded = self._counts.largest
+            assert crowded is not None
             oldest = next(iter(self._waiting[crowded]))
             self._remove(oldest, crowded)
             self._discard(oldest)
@@ -66,6 +69,7 @@ class Lobby:
         on_turn = partial(self._on_turn, connection, address)
         self._waiting.setdefault(address, OrderedDict())[connection] = on_turn
         self.count += 1
+        self._counts.add(address)
         self._best_effort.request(address, on_turn)
         self._loop.add_reader(connection, self._on_packet, connection, address)
 
@@ -91,6 +95,7 @@ class Lobby:
         if not queue:
             del self._waiting[address]
         self.count -= 1
+        self._counts.remove(address)
         self._loop.remove_reader(connection)
 
     def _discard(self, connection: socket.socket) -> None:

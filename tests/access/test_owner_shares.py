@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from app.access.owner_shares import OwnerShares
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.access.owner_shares import EntryCounts, OwnerShares
 
 
 def test_the_owner_with_the_most_names_is_the_largest() -> None:
@@ -24,3 +29,19 @@ def test_names_are_discarded_once_and_owners_with_their_last_name() -> None:
         shares.discard("c", 1)
     assert not shares.is_exceeded
     assert list(shares._names) == ["b"], "an attacker's owners must not accumulate"
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 5)), max_size=200))
+def test_largest_matches_a_plain_search(steps: list[tuple[bool, int]]) -> None:
+    counts, plain, changed = EntryCounts[int](), Counter[int](), dict[int, int]()
+    for step, (is_added, owner) in enumerate(steps):
+        if is_added or not plain[owner]:
+            counts.add(owner)
+            plain[owner] += 1
+        else:
+            counts.remove(owner)
+            plain[owner] -= 1
+        changed[owner] = step
+        owners = [each for each in plain if plain[each]]
+        assert counts.largest == max(owners, key=lambda each: (plain[each], -changed[each]), default=None)
+        assert set(counts._counts) == set(owners) and set(counts._owners) == {plain[each] for each in owners}
