@@ -237,7 +237,7 @@ def _is_guided(sequence: Sequence) -> bool:
 
 
 def _in_turns(jobs: Items[Job]) -> list[Job]:
-    """The first job of each tenant, then the second of each."""
+    """The first job of each tenant, then the second of each: a tenant with costly jobs is not among them."""
     numbers: Counter[str] = Counter()
     order = []
     for job in jobs:

@@ -382,7 +382,10 @@ class Scheduler:
 
 
 def _add_prefill_chunks(budget: int, prefilling: list[Sequence], chunks: list[Chunk]) -> int:
-    """Adds chunks of running prompts, splitting `budget` evenly among namespaces; returns the part that they use."""
+    """Adds chunks of running prompts, splitting `budget` evenly among namespaces; returns the part that they use.
+
+    A budget can be divided, so each step is shared exactly, and there is no order of turns to remember.
+    """
     queues: dict[str, list[Sequence]] = {}
     for sequence in prefilling:
         queues.setdefault(sequence.request.cache_namespace, []).append(sequence)

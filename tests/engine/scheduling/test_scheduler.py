@@ -9,14 +9,16 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from app.common.model_version import Version
 from app.common.types import FinishReason, Request, RequestFailed
 from app.engine.execution.engine import Engine
 from app.engine.sampling.sampled_token import SampledToken
-from app.engine.scheduling.batch_plan import BatchPlan, StepResult
+from app.engine.scheduling.batch_plan import BatchPlan, Chunk, StepResult
 from app.engine.scheduling.block_allocator import BlockPool, chain_hash, find_prefix, root_hash
-from app.engine.scheduling.scheduler import Scheduler, StepLimits
+from app.engine.scheduling.scheduler import Scheduler, StepLimits, _add_prefill_chunks
 from tests.support.engine.scheduler_simulation import SimulatedDevice, make_scheduler, step
 
 
@@ -97,6 +99,24 @@ def test_keys_share_the_prompt_tokens_of_a_step_equally_in_order_of_arrival() ->
     for plan in _steps(scheduler, 6, device)[-3:]:
         n_tokens.update(dict(_costs(plan)))
     assert sum(n_tokens.values()) == 48 and max(n_tokens.values()) - min(n_tokens.values()) <= 3, n_tokens
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 60)), min_size=1, max_size=12), st.integers(1, 100))
+def test_step_is_divided_equally_and_what_a_key_does_not_need_goes_to_the_others(
+    prompts: list[tuple[str, int]], budget: int
+) -> None:
+    """Max-min fairness: a key that needs more than it gets has at most one token less than any other key."""
+    scheduler = Scheduler(StepLimits(tokens_per_step=budget + 12, max_running=12), BlockPool(900, 4))
+    demand, got, chunks = Counter[str](), Counter[str](), list[Chunk]()
+    for number, (key, length) in enumerate(prompts):
+        demand[key] += length
+        scheduler.add(_request(f"{key}{number}", length, first=100 * number, cache_namespace=key))
+    assert _add_prefill_chunks(budget, scheduler.waiting, chunks) == min(budget, demand.total())
+    for chunk in chunks:
+        got[chunk.sequence.request.cache_namespace] += chunk.stop - chunk.start
+    assert all(got[key] <= demand[key] for key in demand)
+    unmet = [got[key] for key in demand if got[key] < demand[key]]
+    assert not unmet or max(got.values()) - min(unmet) <= 1
 
 
 @pytest.mark.parametrize(("second", "cached"), [("", 4), ("another key", 0)])
