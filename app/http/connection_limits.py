@@ -23,13 +23,14 @@ import socket
 import struct
 import termios
 import time
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from uvicorn.protocols.http.flow_control import FlowControl
 
+from app.access.owner_shares import EntryCounts
 from app.common.event_loop import LazyTimer
 from app.common.operating_system import RESERVED_CONNECTIONS
 from app.http.best_effort import BestEffortTurns
@@ -73,10 +74,7 @@ class EvictionQueue:
         self._entries: dict[asyncio.Transport, tuple[str, ReceivePhase]] = {}
         self._queues: dict[str, list[OrderedDict[asyncio.Transport, None]]] = {}
         """By address, then by phase."""
-        self._addresses: defaultdict[int, OrderedDict[str, None]] = defaultdict(OrderedDict)
-        """By number of connections."""
-        self._most = 0
-        """Connections of the address that has the most."""
+        self._counts = EntryCounts[str]()
 
     def put(self, transport: asyncio.Transport, address: str, phase: ReceivePhase) -> None:
         """Adds a connection, or changes its phase; does nothing if it is already in `phase`."""
@@ -87,34 +85,25 @@ class EvictionQueue:
         if address not in self._queues:
             self._queues[address] = [OrderedDict() for _ in ReceivePhase]
         self._queues[address][phase][transport] = None
-        self._count(address, 1)
+        self._counts.add(address)
 
     def remove(self, transport: asyncio.Transport) -> None:
         """Removes a connection, if it is queued."""
         if entry := self._entries.pop(transport, None):
             address, phase = entry
             del self._queues[address][phase][transport]
-            self._count(address, -1)
+            self._counts.remove(address)
+            if not any(self._queues[address]):
+                del self._queues[address]
 
     def next_victim(self) -> asyncio.Transport | None:
         """The next connection to evict."""
-        return self.next_victim_of(next(iter(self._addresses[self._most]))) if self._most else None
+        address = self._counts.largest
+        return None if address is None else self.next_victim_of(address)
 
     def next_victim_of(self, address: str) -> asyncio.Transport | None:
         """The next connection of this address to evict."""
         return next((next(iter(queue)) for queue in self._queues.get(address, ()) if queue), None)
-
-    def _count(self, address: str, change: int) -> None:
-        count = sum(map(len, self._queues[address]))
-        self._addresses[count - change].pop(address, None)
-        if count:
-            self._addresses[count][address] = None
-        else:
-            del self._queues[address]
-        self._most = max(self._most, count)
-        while self._most and not self._addresses[self._most]:
-            del self._addresses[self._most]
-            self._most -= 1
 
 
 _CUT_REASONS = (
