@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 
@@ -72,7 +72,7 @@ def create_app(
             return open_instance(chosen, service.reserved_bytes)
 
         app.state.reloader = reloader = HotReload(service, reopen, metrics.record_reload)
-        coroutines = [
+        background = [
             service.load(),
             reloader.run(),
             metrics.watch_loop(),
@@ -80,13 +80,11 @@ def create_app(
             service.failures.run(),
             build_for_next_start(instance.engine, settings.cache_dir),
         ]
-        tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
         try:
-            yield
+            async with _running(background):
+                app.state.is_started.set()
+                yield
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
             tokenizer_pool.close()
             resume_store.clear()
             await service.close()
@@ -108,6 +106,18 @@ def create_app(
     return app
 
 
+@asynccontextmanager
+async def _running(background: Iterable[Coroutine[Any, Any, object]]) -> AsyncIterator[None]:
+    """Runs the coroutines until the end of the block."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in background]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
 def _add_routes(app: FastAPI, settings: Settings) -> None:
     for module in (routes, openai_routes, score):
         app.include_router(module.router, tags=["completion"])
@@ -123,6 +133,7 @@ def _add_middleware(
 ) -> None:
     """Adds the middleware, which runs before routing; the last one added runs first."""
     request_log.install(app)
+    app.state.is_started = asyncio.Event()
     app.state.connections = connections
     app.state.key_names = (lambda: keys.names) if keys else tuple
     app.state.incoming_bodies = IncomingBodies(settings.body_timeout / 2)

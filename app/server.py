@@ -1,16 +1,15 @@
-"""The HTTP server: uvicorn with its own listening socket, signal handling, and a graceful end."""
+"""The HTTP server: uvicorn with a listening socket, signal handling and a graceful end of our own."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import gc
 import logging
 import os
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
 import uvicorn
@@ -35,65 +34,92 @@ if TYPE_CHECKING:
 
 _CLOSE_SECONDS = 2.0
 """Seconds after the drain for clients to read the final events and for cancelled work to stop."""
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _log, _start_log = logging.getLogger("inkstream"), logging.getLogger(START)
 
 
-class _Server(uvicorn.Server):
-    """uvicorn with a graceful drain: the listener stays open until all streams have ended or the timeout expires."""
+class _Server:
+    """uvicorn without its listener; the listener stays open until all streams have ended or the drain timeout expires.
+
+    uvicorn runs the lifespan. It would close its own listener first, and then wait.
+    """
 
     failure: EngineStopped | None = None
-    has_pending_hangup = False
-    """Whether SIGHUP arrived before there was anything to reload."""
 
-    def __init__(self, config: uvicorn.Config, address: tuple[str, int]) -> None:
-        super().__init__(config)
-        self._address = address
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Does nothing: _serve() owns the signals. uvicorn would raise them again after shutdown."""
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Returns once the application's lifespan has started."""
-        await super().startup(sockets=[])
-        assert isinstance(self.config.app, FastAPI)
-        assert sockets
-        self._service: Service = self.config.app.state.service
-        self._connections: ConnectionLimits = self.config.app.state.connections
-        protocol = functools.partial(
-            HttpProtocol, self._connections, self.config, self.server_state, self.lifespan.state, None
+    def __init__(self, app: FastAPI, listener: socket.socket, *, reloads_at_start: bool) -> None:
+        self.is_started = self.is_draining = False
+        self._app, self._listener, self._reloads_at_start = app, listener, reloads_at_start
+        self._connections: ConnectionLimits = app.state.connections
+        protocol = cast(type[asyncio.Protocol], functools.partial(HttpProtocol, self._connections))
+        self._config = uvicorn.Config(
+            app,
+            http=protocol,
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=int(_CLOSE_SECONDS),
         )
-        self._acceptor = Acceptor(sockets[0], self.config.backlog, protocol, self._connections)
-        if self.has_pending_hangup and (reloader := getattr(self.config.app.state, "reloader", None)):
-            reloader.request_reload()
-        self._watch_task = asyncio.create_task(self._watch_engine())
-        self._start_task = asyncio.create_task(self._report_start())
+        self._uvicorn = uvicorn.Server(self._config)
+        self._state = self._uvicorn.server_state
+        self._tasks = list[asyncio.Task[None]]()
 
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:  # noqa: ARG002
-        """Lets open streams finish while new requests get 503, then closes everything and ends the lifespan."""
-        self._watch_task.cancel()
-        self._start_task.cancel()
-        for connection in self._open_connections:
-            connection.shutdown()
-        await self._drain()
-        self._acceptor.close()
-        for connection in self._open_connections:
-            connection.abort()
-        if self.server_state.tasks:
-            await asyncio.wait(self.server_state.tasks, timeout=_CLOSE_SECONDS)
-        await self.lifespan.shutdown()
+    async def serve(self, on_start: Callable[[], None]) -> None:
+        """Returns after the drain and the end of the application's lifespan; calls `on_start` after its start."""
+        async with asyncio.TaskGroup() as group:
+            starting = group.create_task(self._start(on_start))
+            await self._uvicorn.serve(sockets=[])
+            starting.cancel()  # where the application did not start
+
+    async def _start(self, on_start: Callable[[], None]) -> None:
+        await self._app.state.is_started.wait()
+        self._service: Service = self._app.state.service
+        protocol = functools.partial(HttpProtocol, self._connections, self._config, self._state, {})
+        self._acceptor = Acceptor(self._listener, self._config.backlog, protocol, self._connections)
+        self.is_started = True
+        if self._reloads_at_start:
+            self.reload()
+        self._tasks = [asyncio.create_task(work) for work in (self._watch_engine(), self._report_start())]
+        on_start()
+
+    def reload(self) -> None:
+        """Reloads the weights, now or after the start."""
+        if self.is_started:
+            self._app.state.reloader.request_reload()
+        else:
+            self._reloads_at_start = True
 
     def begin_drain(self) -> None:
-        """Stops accepting new requests."""
-        self.should_exit = True
+        """Refuses new requests, lets open streams finish, then ends serve()."""
+        if not self.is_started:
+            self._uvicorn.should_exit = True
+        if not self.is_started or self.is_draining:
+            return
+        self.is_draining = True
         _notify_systemd("STOPPING=1")
         self._service.draining = True
         self._connections.is_draining = True
+        self._closing = asyncio.create_task(self._close())
+
+    async def _close(self) -> None:
+        """Lets open streams finish while new requests get 503, then closes everything."""
+        for task in self._tasks:
+            task.cancel()
+        try:
+            for connection in self._open_connections:
+                connection.shutdown()
+            await self._drain()
+            self._acceptor.close()
+            for connection in self._open_connections:
+                connection.abort()
+            if self._state.tasks:
+                await asyncio.wait(self._state.tasks, timeout=_CLOSE_SECONDS)
+        finally:
+            self._uvicorn.should_exit = True
 
     @property
     def _open_connections(self) -> list[HttpProtocol]:
-        return list(cast(set[HttpProtocol], self.server_state.connections))
+        return list(cast(set[HttpProtocol], self._state.connections))
 
     @property
     def drain_timeout(self) -> float:
@@ -106,11 +132,11 @@ class _Server(uvicorn.Server):
         self.begin_drain()
 
     async def _report_start(self) -> None:
-        await follow_start(self._service, self._address)
+        await follow_start(self._service, _address(self._listener))
         _notify_systemd("READY=1")
 
     async def _drain(self) -> None:
-        tasks = set(self.server_state.tasks)  # later tasks only send error responses
+        tasks = set(self._state.tasks)  # later tasks only send error responses
         if tasks:
             _, tasks = await asyncio.wait(tasks, timeout=self.drain_timeout)
         if tasks:
@@ -119,7 +145,7 @@ class _Server(uvicorn.Server):
             await asyncio.wait(tasks, timeout=_CLOSE_SECONDS)
         quiet = 0
         for _ in range(100):  # slow clients may still be reading the last responses, and requests wait for their turns
-            is_writing = any(connection.flow.write_paused for connection in self._open_connections)
+            is_writing = any(connection.flow.is_write_paused for connection in self._open_connections)
             has_work = is_writing or self._connections.best_effort.is_exhausted or self._acceptor.has_work
             quiet = 0 if has_work else quiet + 1
             if quiet == 2:  # what a connection has sent is read an iteration after it is opened
@@ -148,42 +174,44 @@ async def run(
     app = create_app(settings, instance, tracing)
     # Objects that exist now are permanent: a full collection that scans them stalls every stream for tens of ms.
     gc.freeze()
-    protocol = cast(type[asyncio.Protocol], HttpProtocol)
-    config = uvicorn.Config(app, log_config=None, access_log=False, server_header=False, http=protocol, ws="none")
-    host, port = listener.getsockname()[:2]
-    server = _Server(config, (host, port))
-    loop = asyncio.get_running_loop()
-    for signal_number in (signal.SIGTERM, signal.SIGINT):
-        if signal.getsignal(signal_number) is signal.SIG_IGN:
-            continue  # a script started the service in the background: its Ctrl+C is not meant for it
-        event_loop.on_signal(loop, signal_number, functools.partial(_on_signal, server))
     held = signal.getsignal(signal.SIGHUP)  # ignored under nohup
     ends_with_terminal = held.ends_with_terminal if isinstance(held, HeldHangup) else False
-    event_loop.on_signal(loop, signal.SIGHUP, functools.partial(_on_sighup, server, app, ends_with_terminal))
-    server.has_pending_hangup = isinstance(held, HeldHangup) and held.is_pending
+    server = _Server(app, listener, reloads_at_start=isinstance(held, HeldHangup) and held.is_pending)
+    loop = asyncio.get_running_loop()
+    event_loop.on_signal(loop, signal.SIGHUP, functools.partial(_on_sighup, server, ends_with_terminal))
+    are_ignored = [number for number in _STOP_SIGNALS if signal.getsignal(number) is signal.SIG_IGN]
+
+    def take_signals() -> None:
+        """Replaces the handlers that uvicorn has installed since, and puts back at its end."""
+        for number in _STOP_SIGNALS:
+            if number in are_ignored:  # a script started the service in the background: its Ctrl+C is not meant for it
+                signal.signal(number, signal.SIG_IGN)
+            else:
+                event_loop.on_signal(loop, number, functools.partial(_on_signal, server))
+
+    host, port = _address(listener)
     _start_log.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
-    await server.serve(sockets=[listener])
+    await server.serve(take_signals)
     return server.failure
 
 
-def _on_sighup(server: _Server, app: FastAPI, ends_with_terminal: bool) -> None:
+def _address(listener: socket.socket) -> tuple[str, int]:
+    host, port = listener.getsockname()[:2]
+    return host, port
+
+
+def _on_sighup(server: _Server, ends_with_terminal: bool) -> None:
     """SIGHUP from a closed terminal stops the service; any other SIGHUP reloads the weights."""
-    if ends_with_terminal and not has_terminal():
-        if not server.should_exit:
-            _on_signal(server)
-    elif server.started and (reloader := getattr(app.state, "reloader", None)):
-        reloader.request_reload()
-    else:
-        server.has_pending_hangup = True
+    if not (ends_with_terminal and not has_terminal()):
+        server.reload()
+    elif not server.is_draining:
+        server.begin_drain()
 
 
 def _on_signal(server: _Server) -> None:
     """The first signal starts the drain: open streams get until the drain timeout. The second stops at once."""
-    if server.should_exit:
+    if server.is_draining:
         logs.flush()
         os._exit(1)
-    if not server.started:  # before startup there is nothing to drain
-        server.should_exit = True
-        return
     server.begin_drain()
     _log.info("ending: open streams get up to %g s; a second signal stops at once", server.drain_timeout)

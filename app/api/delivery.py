@@ -21,7 +21,7 @@ from app.api.request_handle import RequestHandle
 from app.common.event_loop import TimeSlice
 from app.engine_client.open_sequences import Writes
 from app.generation.request import CompletionEvent, Finished
-from app.http.sse import BodyWriter
+from app.http.response_cycle import BodyWriter
 
 _LATENCIES = 16
 """Inter-token latencies that the metrics get at once; the end of the request adds the rest."""

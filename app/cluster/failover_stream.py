@@ -27,7 +27,8 @@ from app.cluster.retry import RetryingRequest, read_error
 from app.cluster.stored_stream import KeptStream, Subscription
 from app.http import sse
 from app.http.errors import ApiError
-from app.http.sse import PING, BodyWriter, Event, EventParser, parse_event
+from app.http.response_cycle import BodyWriter
+from app.http.sse import PING, Event, EventParser, parse_event
 
 _HEARTBEAT_SECONDS = 10.0
 _MAX_UNPARSED_BYTES = 1 << 16

@@ -25,7 +25,7 @@ from app.cluster.messages import (
     frame,
 )
 from app.http.request_log import AccessRecord
-from app.http.sse import BODY_WRITER, BodyWriter
+from app.http.response_cycle import WRITE_EXTENSION, BodyWriter
 
 _SECRET_SECONDS = 5.0
 
@@ -162,7 +162,7 @@ def _scope(call: Call, body_writer: BodyWriter) -> Scope:
         "headers": list(call.headers),
         "client": None,
         "server": None,
-        BODY_WRITER: body_writer,
+        "extensions": {WRITE_EXTENSION: body_writer},
     }
     AccessRecord.get_or_create(scope).request_id = call.request_id
     return scope

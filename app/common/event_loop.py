@@ -9,16 +9,17 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
-import uvicorn
+try:
+    from uvloop import new_event_loop
+except ImportError:  # it does not exist for Windows
+    from asyncio import new_event_loop  # type: ignore[assignment]
 
 _T = TypeVar("_T")
 
 
 def run(work: Coroutine[Any, Any, _T]) -> _T:
     """Runs a coroutine to completion on a new event loop, as asyncio.run() does; the loop is uvloop's if installed."""
-    # uvicorn picks uvloop if it is installed; without log_config=None it would also configure its loggers.
-    new_loop = uvicorn.Config("", log_config=None).get_loop_factory()
-    with asyncio.Runner(loop_factory=new_loop) as runner:
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
         return runner.run(work)
 
 

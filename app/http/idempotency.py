@@ -27,7 +27,8 @@ from app.http.errors import ApiError, from_engine
 from app.http.incoming_bodies import IncomingBodies
 from app.http.request_body import body_read_before
 from app.http.request_log import record_of, respond
-from app.http.sse import BODY_WRITER, until_disconnect
+from app.http.response_cycle import without_writer
+from app.http.sse import until_disconnect
 
 _MAX_KEY_LENGTH = 255
 _MAX_FINISHED = 256
@@ -182,7 +183,7 @@ class _Exchange:
     """
 
     def __init__(self, app: ASGIApp, scope: Scope, body: bytes, digest: bytes, replay_bytes: int) -> None:
-        self.scope = {key: value for key, value in scope.items() if key != BODY_WRITER}
+        self.scope = without_writer(scope)
         self.digest = digest
         self.positions: dict[object, int] = {}
         """How many messages each connection has sent."""

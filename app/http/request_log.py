@@ -14,7 +14,7 @@ import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,11 +24,11 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from app.common.errors import EngineError, Starting
 from app.common.logs import REQUEST
 from app.http.errors import ApiError, from_engine
+from app.http.response_cycle import begin_head
 
 if TYPE_CHECKING:
     from app.http.tracing import RequestTrace, Tracing  # its packages are optional
@@ -142,7 +142,7 @@ class RequestLogMiddleware:
         except BaseException as error:  # PanicException of PyO3 does not derive from Exception
             record.outcome = "server_error"
             _log.error("request %s failed", record.public_id, exc_info=error)
-            # Once the response has started no error can be sent: uvicorn cuts the connection of an incomplete response.
+            # Once the response has started no error can be sent: HttpProtocol then cuts the connection.
             if not record.status:
                 error_response = ApiError(500, "internal error; look up the request id in the server's log")
                 await respond(Request(scope), error_response)(scope, receive, send_with_id)
@@ -208,10 +208,8 @@ def _level(scope: Scope, record: AccessRecord) -> int:
     return logging.DEBUG if (is_routine or record.is_during_start) and not record.early_error else logging.INFO
 
 
-def early_response(
-    error: ApiError, scope: Scope | None, headers: Iterable[tuple[bytes, bytes]], counts: RequestCounts
-) -> bytes:
-    """The complete response to a request that was rejected before it was read; `headers` come first; closes.
+def early_response(error: ApiError, scope: Scope | None, counts: RequestCounts) -> bytes:
+    """The complete response to a request that was rejected before it was read, after which the connection closes.
 
     scope: that of the request, if the application has seen it and will log and count it; otherwise this function does.
     """
@@ -221,9 +219,8 @@ def early_response(
         counts[_series({"method": None}, record)] += 1
         _log_request({"method": None}, record, 0.0)
     response = error.response(record.public_id)
-    all_headers = [*headers, *response.raw_headers, (b"x-content-type-options", b"nosniff"), (b"connection", b"close")]
-    lines = [b"%s: %s\r\n" % header for header in all_headers]
-    return b"".join([STATUS_LINE[error.status], *lines, b"\r\n", response.body])
+    headers = [*response.raw_headers, (b"x-content-type-options", b"nosniff"), (b"connection", b"close")]
+    return b"".join([begin_head(error.status), *[b"%b: %b\r\n" % header for header in headers], b"\r\n", response.body])
 
 
 class RejectConnection:

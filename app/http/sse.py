@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, TypeVar
 from msgspec import to_builtins
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from app.common.event_loop import TimeSlice
 from app.common.fault_injection import fault
+from app.http.response_cycle import BodyWriter, body_writer
 
 HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -87,37 +87,6 @@ def parse_event(block: bytes) -> Event | None:
     return Event("", comment) if comment.startswith(b":") else None
 
 
-class BodyWriter:
-    """Writes parts of a body in the call itself, past the middlewares' send().
-
-    A middleware that changes bodies, or keeps them, must remove BODY_WRITER from the scope.
-    """
-
-    __slots__ = ("_cycle",)
-
-    def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._cycle = cycle
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether the response has begun and the client has taken, or the system has buffered, all of it so far."""
-        cycle = self._cycle
-        if not cycle.chunked_encoding or cycle.response_complete or cycle.disconnected or cycle.flow.write_paused:
-            return False
-        return not cycle.transport.is_closing()
-
-    def write(self, body: bytes) -> None:
-        """Writes a part, which must not be empty; only if `is_ready`."""
-        write, data = self.prepare(body)
-        write(data)
-
-    def prepare(self, body: bytes) -> tuple[Callable[[bytes], object], bytes]:
-        """The call that write() would make, and its data; valid until the caller's event loop callback ends."""
-        return self._cycle.transport.write, b"%x\r\n" % len(body) + body + b"\r\n"
-
-
-BODY_WRITER = "inkstream_body_writer"
-"""Key of the BodyWriter in the scope of a request."""
 FrameSource = Callable[[BodyWriter | None], AsyncIterator[bytes]]
 """Makes the frames of a response. Some of them may be written to the BodyWriter, if there is one, while the next is
 awaited."""
@@ -135,7 +104,7 @@ class EventStreamResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await until_disconnect(self._pump(send, scope.pop(BODY_WRITER, None)), receive)
+            await until_disconnect(self._pump(send, body_writer(scope)), receive)
         finally:
             self._close()
 

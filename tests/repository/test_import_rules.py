@@ -29,7 +29,7 @@ OUTSIDE = {
     "app.chat": {"jinja2", "msgspec"},
     "app.cli": {"pydantic", "shtab", "torch"},
     "app.cluster": {"fastapi", "msgspec", "prometheus_client", "starlette"},
-    "app.common": {"msgspec", "pydantic", "pydantic_settings", "uvicorn"},
+    "app.common": {"msgspec", "pydantic", "pydantic_settings", "uvloop"},
     "app.engine": {"msgspec", "numpy", "torch"},
     "app.engine.cpu.toolchain": set[str](),
     "app.engine.gpu.kernels.triton": {"torch", "triton"},

@@ -20,6 +20,7 @@ from app.api.resume_store import ResumeStore
 from app.generation.request import CompletionEvent, Delta, Finished, Heartbeat, Queued, Started
 from app.http import sse
 from app.http.errors import ApiError
+from app.http.response_cycle import BodyWriter
 from app.http.response_model import ResponseModel
 
 if TYPE_CHECKING:
@@ -171,9 +172,7 @@ class ResumableStream(Delivery):
         """Fields for the log line of a request that resumes this stream."""
         return {**self.handle.log_fields(), "stream": self.name}
 
-    async def frames_from(
-        self, number: int, connection: Connection, writer: sse.BodyWriter | None
-    ) -> AsyncIterator[bytes]:
+    async def frames_from(self, number: int, connection: Connection, writer: BodyWriter | None) -> AsyncIterator[bytes]:
         """The event stream from frame `number` on; ends with exactly one `done` or `error`."""
         for piece in self._replayed(number, connection):
             yield piece

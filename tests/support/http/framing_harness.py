@@ -176,7 +176,7 @@ class Harness(logging.Handler):
             await self._settle(state)
         served.is_closed = transport.has_ended
         transport.abort()
-        if connection.parser:  # else `then` closed it
+        if hasattr(connection, "parser"):  # else `then` closed it
             connection.connection_lost(None)
         await self._settle(state)
         assert not state.tasks, "a request task outlives its connection"
