@@ -123,7 +123,7 @@ def _add_routes(app: FastAPI, settings: Settings) -> None:
         app.include_router(module.router, tags=["completion"])
     for module in (tokens, health, static_pages):
         app.include_router(module.router)
-    direct = [module.router for module in (routes, openai_routes, score, tokens, health)]
+    direct = [module.router for module in (routes, openai_routes, score, tokens, health, static_pages)]
     app.router.middleware_stack = DirectRoutes(app.router.middleware_stack, direct)
     app.state.pages = static_pages.Pages(settings.compared_origins)
 

@@ -1,4 +1,4 @@
-"""Dependencies of routes: the route class, the service and its parts, parsing of request bodies, the version header."""
+"""Dependencies of routes: direct calls, the service and its parts, parsing of request bodies, the version header."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any, TypeVar, cast
 from fastapi import Request
 from fastapi.routing import APIRoute, APIRouter
 from pydantic import BaseModel, ValidationError
-from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.access.worker_turns import WorkAccount
@@ -31,40 +30,22 @@ _Body = TypeVar("_Body", bound=BaseModel)
 _T = TypeVar("_T")
 
 
-class RequestRoute(APIRoute):
-    """Calls an endpoint whose only parameter is `request` directly.
+class DirectRoutes:
+    """ASGI application around FastAPI's router: calls an endpoint whose only parameter is `request` without it.
 
-    FastAPI's dependency solving took a sixth of a short request's time. A route that declares dependencies keeps it;
+    The router matches each request twice and enters two exit stacks that only dependencies use, and its handler solves
+    dependencies: half of a short request's time (PERFORMANCE.md). A route that declares dependencies keeps all of it;
     dependencies of an include_router() call are not solved.
     """
 
-    @property
-    def takes_request(self) -> bool:
-        """Whether the endpoint's only parameter is `request`, and nothing else has to run before it."""
-        return list(signature(self.endpoint).parameters) == ["request"] and not self.dependencies
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """The endpoint itself, or FastAPI's handler around one with other parameters."""
-        if self.takes_request:
-            endpoint: Callable[[Request], Coroutine[Any, Any, Response]] = self.endpoint
-            return endpoint
-        return super().get_route_handler()
-
-
-class DirectRoutes:
-    """ASGI application around FastAPI's router: calls the endpoints that take the request alone without it.
-
-    The router matched each request twice, and entered two exit stacks that only dependencies use.
-    """
-
     def __init__(self, router: ASGIApp, routers: Iterable[APIRouter]) -> None:
-        """`routers` are included in `router`, without a prefix."""
+        """`routers` are included in `router`, without a prefix; their endpoints are coroutines."""
         self._router = router
         self._routes = {
             (route.path, method): route
             for each in routers
             for route in each.routes
-            if isinstance(route, RequestRoute) and route.takes_request and not route.param_convertors
+            if isinstance(route, APIRoute) and _takes_request(route)
             for method in route.methods or ()
         }
 
@@ -76,6 +57,12 @@ class DirectRoutes:
         scope.update(route=route, endpoint=route.endpoint, path_params={})
         response = await route.endpoint(Request(scope, receive, send))
         await response(scope, receive, send)
+
+
+def _takes_request(route: APIRoute) -> bool:
+    """Whether the endpoint's only parameter is `request`, and nothing else has to run before it."""
+    is_direct = not route.param_convertors and not route.dependencies
+    return is_direct and list(signature(route.endpoint).parameters) == ["request"]
 
 
 def service_of(request: Request) -> Service:

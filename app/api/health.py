@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from app.api.dependencies import RequestRoute, check_model, documented, metrics_of, service_of
+from app.api.dependencies import check_model, documented, metrics_of, service_of
 from app.api.key_usage import visible_to
 from app.api.openapi import declared
 from app.api.schemas import ContextLength, VocabularySize, WeightsRevision, WeightsVersion
@@ -65,7 +65,7 @@ _NOT_READY: dict[int | str, dict[str, Any]] = {
     }
 }
 _METRICS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
-router = APIRouter(route_class=RequestRoute, tags=["operations"])
+router = APIRouter(tags=["operations"])
 
 
 @router.head("/health/live", include_in_schema=False)

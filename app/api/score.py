@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from pydantic import ConfigDict, Field
 from starlette.responses import Response
 
-from app.api.dependencies import RequestRoute, documented, read_body
+from app.api.dependencies import documented, read_body
 from app.api.openapi import declared
 from app.api.request_handle import RequestHandle
 from app.api.schemas import (
@@ -32,7 +32,7 @@ from app.generation.collector import CollectedOutput
 from app.generation.request import GenerationRequest, prompt_list
 from app.http.response_model import LazyArray, ResponseModel
 
-router = APIRouter(route_class=RequestRoute, responses=declared(400, 401, 413, 415, 429, 500, 503, 504))
+router = APIRouter(responses=declared(400, 401, 413, 415, 429, 500, 503, 504))
 
 
 class ScoreRequest(RequestBody):

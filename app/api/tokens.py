@@ -15,7 +15,6 @@ from pydantic import ConfigDict, Field
 from starlette.responses import Response
 
 from app.api.dependencies import (
-    RequestRoute,
     documented,
     read_body,
     service_of,
@@ -115,7 +114,7 @@ class TokenizerInfo(ResponseModel):
 
 _BATCH = 128
 _T = TypeVar("_T")
-router = APIRouter(route_class=RequestRoute, tags=["tokens"])
+router = APIRouter(tags=["tokens"])
 
 
 @router.post(

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, Respons
 from pydantic import TypeAdapter
 from starlette.testclient import TestClient
 
-from app.api.dependencies import RequestRoute
+from app.api.dependencies import DirectRoutes
 from app.api.native.routes import CompleteRequest
 from app.api.openai.schemas import ChatRequest, CompletionsRequest, CompletionsResponse
 from app.api.schemas import EVENTS, SamplingFields
@@ -252,7 +252,7 @@ def test_service_serves_the_document(server: Server, document: dict[str, Any]) -
 
 
 def test_route_keeps_its_declared_dependencies() -> None:
-    """RequestRoute calls endpoints without solving dependencies; it must not skip one that refuses."""
+    """DirectRoutes calls endpoints without solving dependencies; it must not skip one that refuses."""
 
     async def refuse() -> None:
         raise HTTPException(403)
@@ -260,10 +260,11 @@ def test_route_keeps_its_declared_dependencies() -> None:
     async def endpoint(request: Request) -> Response:
         return Response(request.url.path)
 
-    router = APIRouter(route_class=RequestRoute)
+    router = APIRouter()
     router.add_api_route("/open", endpoint)
     router.add_api_route("/closed", endpoint, dependencies=[Depends(refuse)])
     app = FastAPI()
     app.include_router(router)
+    app.router.middleware_stack = DirectRoutes(app.router.middleware_stack, [router])
     client = TestClient(app)
     assert [client.get(path).status_code for path in ("/open", "/closed")] == [200, 403]

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from app.api import schemas
 from app.api.delivery import Connection
-from app.api.dependencies import RequestRoute, documented, read_body, resume_store_of
+from app.api.dependencies import documented, read_body, resume_store_of
 from app.api.native.resumable_stream import ResumableStream, next_number
 from app.api.openapi import declared
 from app.api.request_handle import RequestHandle
@@ -75,7 +75,7 @@ _EXAMPLES = {
     "Alternatives": {"prompt": "Once upon a time", "max_tokens": 4, "logprobs": 3, "stream": False},
     "JSON": {"prompt": "The capital, as JSON: ", "json_schema": _CITY, "stream": False},
 }
-router = APIRouter(route_class=RequestRoute, responses=declared(400, 401, 404, 413, 415, 429, 500, 503, 504))
+router = APIRouter(responses=declared(400, 401, 404, 413, 415, 429, 500, 503, 504))
 
 
 @router.post("/complete", openapi_extra=documented(schemas.CompleteResponse, CompleteRequest, _EXAMPLES))

@@ -13,7 +13,6 @@ from starlette.responses import Response
 
 from app.access.worker_turns import WorkAccount
 from app.api.dependencies import (
-    RequestRoute,
     check_model,
     documented,
     metrics_of,
@@ -49,7 +48,7 @@ _STORY = {"prompt": "Once upon a time", "max_tokens": 40}
 _EXAMPLES = {"One object": _STORY, "Stream": {**_STORY, "stream": True}, "Alternatives": {**_STORY, "logprobs": 3}}
 _CHAT = {"messages": [{"role": "user", "content": "Tell me a story."}], "max_tokens": 40}
 _CHAT_EXAMPLES = {"One object": _CHAT, "Stream": {**_CHAT, "stream": True}}
-router = APIRouter(route_class=RequestRoute, responses=declared(400, 401, 404, 413, 415, 429, 500, 503, 504))
+router = APIRouter(responses=declared(400, 401, 404, 413, 415, 429, 500, 503, 504))
 
 
 @router.post(
