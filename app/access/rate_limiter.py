@@ -249,7 +249,7 @@ class RateLimiter:
             account.check_requests(now)
 
     def count_request(self, tenant: Tenant, now: float) -> None:
-        """Counts a request that needs no reservation: one that was refused, or that joins another one."""
+        """Counts a request that needs no reservation: one that was refused."""
         if account := self._account_of(tenant):
             account.requests.add(1, now)
 

@@ -91,12 +91,12 @@ class RepeatQuotas:
         service_of(request).admission.check_requests(tenant_of(request))
 
     def repeated(self, request: Request) -> AbstractContextManager[object]:
-        """Counts a request that gets a finished response."""
+        """Counts a request that gets a response again."""
         return service_of(request).admission.count_request(tenant_of(request))
 
-    def joined(self, request: Request) -> None:
-        """Counts a request that joins a running one."""
-        service_of(request).admission.count_joined(tenant_of(request))
+    def refused(self, request: Request) -> None:
+        """Counts a request that gets an error."""
+        service_of(request).admission.count_refused(tenant_of(request))
 
 
 def check_model(name: str | None, service: Service) -> None:

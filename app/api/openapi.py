@@ -24,7 +24,7 @@ _ERRORS = {
     403: "Not allowed, for example because of the origin.",
     404: "Unknown model, unknown request, or a request of another key.",
     405: "Method not allowed.",
-    409: "The request with this `Idempotency-Key` is still running, and its response is too long to repeat.",
+    409: "The request with this `Idempotency-Key` is still running: try again after `Retry-After` seconds.",
     413: "The body is too large.",
     415: "The Content-Type is not JSON.",
     429: "The key's rate limit is exceeded: try again after `Retry-After` seconds.",
@@ -36,7 +36,7 @@ _IDEMPOTENCY_KEY = {
     "name": "Idempotency-Key",
     "in": "header",
     "required": False,
-    "description": "A new text for each request. Sent again with it, a request joins the first or gets its response.",
+    "description": "A new text for each request. Sent again with it, a request gets the response of the first one.",
     "schema": {"type": "string", "minLength": 1, "maxLength": 255},
 }
 _KEY = {"type": "http", "scheme": "bearer", "description": "API key, if the service is configured with keys."}
@@ -66,7 +66,7 @@ def declared(*statuses: int) -> dict[int | str, dict[str, Any]]:
         status: {
             "description": _ERRORS[status],
             "content": content,
-            **({"headers": {"Retry-After": _RETRY_AFTER}} if status in (429, 503) else {}),
+            **({"headers": {"Retry-After": _RETRY_AFTER}} if status in (409, 429, 503) else {}),
         }
         for status in statuses
     }
@@ -124,7 +124,7 @@ def _described(document: dict[str, Any]) -> dict[str, Any]:
                 operation["security"] = [{"key": []}, {}]  # {}: without a key, if no keys are configured
             if method == "post":
                 operation["parameters"] = [*operation.get("parameters", ()), _IDEMPOTENCY_KEY]
-                responses["409"] = {**responses["400"], "description": _ERRORS[409]}
+                responses["409"] = {**responses["400"], **declared(409)[409]}
             if "application/json" in content:
                 _move_schema(content["application/json"], schemas)
             if (path == "/complete" and method == "post") or path.endswith("/events"):

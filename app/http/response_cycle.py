@@ -60,10 +60,9 @@ def body_writer(scope: Scope) -> BodyWriter | None:
     return writer
 
 
-def without_writer(scope: Scope) -> Scope:
-    """A copy of the scope, in which every part of the response passes send()."""
-    extensions = {name: value for name, value in scope.get("extensions", {}).items() if name != WRITE_EXTENSION}
-    return {**scope, "extensions": extensions}
+def remove_writer(scope: Scope) -> None:
+    """Makes every part of this request's response pass send()."""
+    scope.get("extensions", {}).pop(WRITE_EXTENSION, None)
 
 
 def begin_head(status: int) -> bytes:

@@ -144,15 +144,7 @@ class AdmissionControl:
         self._rate_limiter.check_requests(tenant, time.monotonic())
 
     def count_refused(self, tenant: Tenant) -> None:
-        """Counts a request whose body is invalid: refusing it took the event loop's time."""
-        self._rate_limiter.count_request(tenant, time.monotonic())
-
-    def count_joined(self, tenant: Tenant) -> None:
-        """Counts a request that joins another one of the same tenant, which is concurrent already.
-
-        Raises RateLimitExceeded.
-        """
-        self.check_requests(tenant)
+        """Counts a request that was refused for what it sent: reading it took the event loop's time."""
         self._rate_limiter.count_request(tenant, time.monotonic())
 
     def reserve_delivery(self, tenant: Tenant) -> Reservation:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
@@ -40,16 +39,19 @@ def test_request_repeated_with_its_idempotency_key_gets_the_same_response(server
     assert second.headers["x-request-id"] != first.headers["x-request-id"]
 
 
-def test_interrupted_stream_is_replayed_by_its_idempotency_key(server: Server) -> None:
-    """The same completion from its start: a new seed chosen by the service would give a different one."""
+def test_key_of_a_running_stream_is_in_use_and_free_once_its_client_has_gone(server: Server) -> None:
     headers = {"Idempotency-Key": "a stream that is cut"}
-    with httpx.stream("POST", f"{server.url}/complete", json={**LONG, "seed": None}, headers=headers) as response:
-        start = next(line for line in response.iter_lines() if line.startswith("data: "))
-    again = httpx.post(f"{server.url}/complete", json={**LONG, "seed": None}, headers=headers, timeout=60)
-    events = parse_events(again.text)
-    assert again.headers["idempotent-replayed"] == "true"
-    assert (events[0].data, events[-1].name) == (json.loads(start.removeprefix("data: ")), "done")
-    other = httpx.post(f"{server.url}/complete", json={**LONG, "seed": 3}, headers=headers)
-    assert (other.status_code, other.json()["error"]["code"]) == (400, "idempotency_key_reused")
-    third = httpx.post(f"{server.url}/complete", json={**LONG, "seed": None}, headers=headers)
-    assert third.text == again.text
+    with httpx.Client(base_url=server.url, headers=headers, timeout=60) as client:
+        with client.stream("POST", "/complete", json=LONG) as response:
+            lines = response.iter_lines()  # its end would close the connection
+            next(lines)
+            refused = client.post("/complete", json=LONG)
+            other = client.post("/complete", json={**LONG, "seed": 3})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "idempotency_key_in_use")
+        assert refused.headers["retry-after"] == "1"
+        assert (other.status_code, other.json()["error"]["code"]) == (400, "idempotency_key_reused")
+        again = refused
+        while again.status_code == 409:  # the service has not noticed yet that the client has gone
+            again = client.post("/complete", json=LONG)
+        assert (again.status_code, parse_events(again.text)[-1].name) == (200, "done")
+        assert "idempotent-replayed" not in again.headers

@@ -1,4 +1,4 @@
-"""Requests with an Idempotency-Key: they join the first one while it runs, its response is repeated after its end."""
+"""Requests with an Idempotency-Key: 409 while the first one runs; its response is repeated after its end."""
 
 from __future__ import annotations
 
@@ -113,14 +113,13 @@ class _Quotas:
 
     @contextmanager
     def repeated(self, request: Request) -> Iterator[None]:
-        self.joined(request)
+        self.check(request)
+        self.refused(request)
         self.concurrent += 1
         yield
         self.concurrent -= 1
 
-    def joined(self, _request: Request) -> None:
-        if not self.left:
-            raise RateLimitExceeded("no requests are left", 7)
+    def refused(self, _request: Request) -> None:
         self.left -= 1
 
 
@@ -152,19 +151,22 @@ async def _until(condition: Callable[[], bool]) -> None:
 
 
 @async_test
-async def test_requests_with_one_key_are_computed_once_and_get_the_same_bytes() -> None:
+async def test_request_with_the_key_of_a_running_one_is_refused_until_that_has_ended() -> None:
     app = _Application()
     stack = _stack(app)
     first = _Client(stack)
     app.step()
     await _until(lambda: first.text == b"one")
     second = _Client(stack)
-    await _until(lambda: len(second.received) == 2)
-    assert second.text == b"one", "it joins at the start of the response, not at its end"
+    await second.task
+    assert (second.status, b"idempotency_key_in_use" in second.text) == (409, True)
+    assert (b"retry-after", b"1") in second.received[0]["headers"]
     app.step()
-    await asyncio.gather(first.task, second.task)
-    assert (first.text, second.text, app.bodies) == (b"onetwo", b"onetwo", [b"{}"])
-    assert (first.is_repeated, second.is_repeated) == (False, True)
+    await first.task
+    third = _Client(stack)
+    await third.task
+    assert (first.text, third.text, app.bodies) == (b"onetwo", b"onetwo", [b"{}"])
+    assert (first.is_repeated, third.is_repeated) == (False, True)
 
 
 @async_test
@@ -183,15 +185,13 @@ async def test_finished_response_is_repeated_for_a_limited_time() -> None:
 
 
 @async_test
-async def test_application_is_cancelled_only_when_the_last_connection_closes() -> None:
+async def test_request_whose_client_leaves_is_cancelled_and_may_be_sent_again() -> None:
     app = _Application()
     stack = _stack(app)
-    clients = [_Client(stack), _Client(stack)]
+    client = _Client(stack)
     app.step()
-    await _until(lambda: all(client.text == b"one" for client in clients))
-    await clients[0].leave()
-    assert app.cancelled == 0
-    await clients[1].leave()
+    await _until(lambda: client.text == b"one")
+    await client.leave()
     assert (app.cancelled, len(app.bodies)) == (1, 1)
     app.step(2)
     retry = _Client(stack)
@@ -215,22 +215,39 @@ async def test_key_is_bound_to_one_body_and_path() -> None:
 
 
 @async_test
-async def test_response_too_long_to_repeat_refuses_later_requests_while_it_runs() -> None:
-    app = _Application(parts=(b"x" * 101, b"end"))
+async def test_other_body_under_a_running_key_is_refused_as_such() -> None:
+    app = _Application()
     stack = _stack(app)
     first = _Client(stack)
+    await _until(lambda: bool(app.bodies))
+    other = _Client(stack, body=b"other")
+    await other.task
+    assert (other.status, b"idempotency_key_reused" in other.text) == (400, True)
+    await first.leave()
+
+
+@async_test
+async def test_response_too_long_to_repeat_is_not_kept() -> None:
+    app = _Application(parts=(b"x" * 101, b"end"))
+    stack = _stack(app)
+    app.step(4)
+    for _ in range(2):
+        client = _Client(stack)
+        await client.task
+        assert (client.status, client.is_repeated, client.text.endswith(b"end")) == (200, False, True)
+    assert len(app.bodies) == 2
+
+
+@async_test
+async def test_long_response_is_repeated_in_parts() -> None:
+    app = _Application(parts=(b"x" * 200_000,))
+    stack = _stack(app, replay_bytes=1 << 20)
     app.step()
-    await _until(lambda: len(first.text) == 101)
-    second = _Client(stack)
-    await second.task
-    assert (second.status, b"idempotency_key_in_use" in second.text) == (409, True)
-    app.step()
-    await first.task
-    assert first.text.endswith(b"end")
-    app.step(2)
-    third = _Client(stack)
-    await third.task
-    assert (third.status, third.is_repeated, len(app.bodies)) == (200, False, 2)
+    for _ in range(2):
+        client = _Client(stack)
+        await client.task
+        assert client.text == b"x" * 200_000
+    assert client.is_repeated and max(len(message.get("body", b"")) for message in client.received) <= 65536
 
 
 @async_test
@@ -246,31 +263,16 @@ async def test_error_responses_are_not_repeated() -> None:
 
 
 @async_test
-async def test_every_connection_gets_a_failure() -> None:
+async def test_request_that_failed_may_be_sent_again() -> None:
     async def app(_scope: Scope, receive: Receive, _send: Send) -> None:
         await receive()
-        await asyncio.sleep(0.01)
         raise RuntimeError("bug")
 
     stack = _stack(app)
-    clients = [_Client(stack), _Client(stack)]
-    await asyncio.gather(*(client.task for client in clients))
-    assert [client.status for client in clients] == [500, 500]
-
-
-@async_test
-async def test_stalled_connection_does_not_block_another() -> None:
-    app = _Application(parts=(b"x" * 60,) * 50)
-    stack = _stack(app, replay_bytes=100)
-    slow, fast = _Client(stack), _Client(stack)
-    await _until(lambda: bool(slow.received and fast.received))
-    slow.is_reading.clear()
-    app.step(50)
-    await fast.task
-    assert len(fast.text) == 60 * 50
-    slow.is_reading.set()
-    await slow.task
-    assert slow.text.strip(b"x") == b"" and len(slow.text) < 60 * 50, "incomplete, because the rest is no longer kept"
+    for _ in range(2):
+        client = _Client(stack)
+        await client.task
+        assert client.status == 500
 
 
 @async_test
@@ -327,70 +329,18 @@ async def test_owner_with_many_responses_evicts_only_its_own() -> None:
 
 
 @async_test
-async def test_owner_whose_streams_are_cut_evicts_only_its_own() -> None:
-    app = _NativeStream()
-    stack = _stack(app)
-    for owner, number in (("victim", 5), ("flood", 600)):
-        for name in range(number):
-            client = _Client(stack, key=f"k{name}", owner=owner)
-            await _until(lambda client=client: bool(client.received))
-            await client.leave()
-    app.calls.clear()
-    for owner in ("victim", "flood"):
-        client = _Client(stack, key="k0", owner=owner)
-        await _until(lambda client=client: bool(client.received))
-        await client.leave()
-    assert app.calls == [("GET", "/complete/req-0/events"), ("POST", "/complete")]
-
-
-class _NativeStream:
-    """Streams without end; a resumption is refused with `refusal`, if that is set."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, str]] = []
-        self.refusal = 0
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.calls.append((scope["method"], scope["path"]))
-        await receive()
-        if self.refusal and scope["method"] == "GET":
-            await send({"type": "http.response.start", "status": self.refusal, "headers": []})
-            await send({"type": "http.response.body", "body": b"no"})
-            return
-        name = f"req-{len(self.calls) - 1}".encode()
-        headers = [(b"content-type", b"text/event-stream"), (b"x-request-id", name)]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await receive()
-
-
-@pytest.mark.parametrize("status", [429, 503])
-@async_test
-async def test_cut_stream_whose_resumption_is_refused_for_now_can_be_resumed_later(status: int) -> None:
-    app = _NativeStream()
-    stack = _stack(app)
-    client = _Client(stack)
-    await _until(lambda: bool(client.received))
-    await client.leave()
-    app.refusal = status
-    refused = _Client(stack)
-    await refused.task
-    assert refused.status == status
-    app.refusal = 0
-    client = _Client(stack)
-    await _until(lambda: bool(client.received))
-    await client.leave()
-    assert app.calls[1:] == [("GET", "/complete/req-0/events")] * 2
-
-
-@async_test
-async def test_repeated_and_joined_requests_count_against_the_quota() -> None:
-    app, quotas = _Application(), _Quotas(left=2)
+async def test_repeated_and_refused_requests_count_against_the_quota() -> None:
+    app, quotas = _Application(), _Quotas(left=3)
     stack = _stack(app, quotas=quotas)
-    first, joined = _Client(stack), _Client(stack)
-    await _until(lambda: bool(first.received and joined.received))
-    assert (quotas.left, quotas.concurrent) == (1, 0), "only the request that joined"
+    first = _Client(stack)
+    await _until(lambda: bool(app.bodies))
+    for body, status in ((b"{}", 409), (b"other", 400)):
+        refused = _Client(stack, body=body)
+        await refused.task
+        assert refused.status == status
+    assert (quotas.left, quotas.concurrent) == (1, 0)
     app.step(2)
-    await asyncio.gather(first.task, joined.task)
+    await first.task
     unread = _Client(stack)
     unread.is_reading.clear()
     await _until(lambda: quotas.concurrent == 1)

@@ -9,7 +9,7 @@ import pytest
 from starlette.types import Message
 
 from app.http.flow_control import FlowControl
-from app.http.response_cycle import ResponseCycle, body_writer, without_writer
+from app.http.response_cycle import ResponseCycle, body_writer, remove_writer
 from tests.support.async_test import async_test
 from tests.support.http.framing_harness import MemoryTransport
 
@@ -179,7 +179,10 @@ async def test_disconnect_ends_the_extension_and_every_call() -> None:
     assert writer and not writer.is_ready and len(connection.output) == n_written
 
 
-def test_middleware_removes_the_extension_from_a_copy() -> None:
-    scope = {"type": "http", "extensions": {"inkstream.response.write": object(), "other": {}}}
-    assert without_writer(scope)["extensions"] == {"other": {}}
-    assert body_writer(scope) and body_writer({"type": "http"}) is None
+@async_test
+async def test_middleware_removes_the_extension() -> None:
+    scope = _Connection().scope
+    assert body_writer(scope)
+    for each in (scope, {"type": "http"}):
+        remove_writer(each)
+        assert body_writer(each) is None
