@@ -81,7 +81,7 @@ def test_every_error_has_the_common_shape_and_a_description(document: dict[str, 
             if int(status) >= 400 and "/health" not in name:
                 schema = response["content"]["application/json"]["schema"]
                 assert schema == {"$ref": "#/components/schemas/ErrorResponse"}, f"{name} {status}"
-                assert ("Retry-After" in response.get("headers", {})) == (status in ("429", "503")), name
+                assert ("Retry-After" in response.get("headers", {})) == (status in ("409", "429", "503")), name
 
 
 def test_routes_that_need_a_key_declare_it(document: dict[str, Any]) -> None:
