@@ -131,7 +131,7 @@ async def _serve(
     """Returns a permanent failure, or the signal that ended the start."""
     try:
         instance = await open_instance(settings)
-    except CheckpointError as error:  # of config.json, which --replicas auto reads
+    except CheckpointError as error:
         raise StartError(str(error)) from None
     stopped_by: list[signal.Signals] = []
     _cancel_on_signals(stopped_by)

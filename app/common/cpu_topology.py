@@ -1,6 +1,6 @@
 """CPU topology: cores, SMT siblings, NUMA nodes, and what affinity and cgroup limits leave of them. From Linux's /sys.
 
-    Topology ---- compute_threads, thread_candidates: how many threads compute (app/engine/cpu/thread_count.py measures)
+    Topology ---- compute_threads: how many threads compute by default
         |
         +-- divide() --> one EngineShare per engine process, which bind_process() applies there
 
@@ -121,9 +121,7 @@ class EngineShare(NamedTuple):
     """The share of the machine that one engine process gets."""
 
     threads: int
-    """Compute threads by default."""
-    candidates: tuple[int, ...] = ()
-    """Other numbers of threads that may be faster, in ascending order."""
+    """Compute threads."""
     cpus: tuple[int, ...] = ()
     """The CPUs that it runs on; empty leaves that to the system."""
 
@@ -147,12 +145,9 @@ def divide(topology: Topology, engines: int, threads: int = 0) -> tuple[EngineSh
         # Affinity leaves a node too few CPUs: the system places the threads.
         parts, groups = {nodes: topology}, [nodes] * engines
         each = max(1, (threads or topology.compute_threads) // engines)
-    most = min([topology.n_cpus // engines, *(part.n_cpus // groups.count(group) for group, part in parts.items())])
-    others = {1, max(1, each // 2), max(1, most)} - {each}
     return tuple(
         EngineShare(
             each,
-            () if threads else tuple(sorted(others)),
             tuple(cpu for core in parts[group].cores for cpu in core.cpus) if len(parts) > 1 else (),
         )
         for group in groups

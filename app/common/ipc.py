@@ -44,8 +44,6 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, tag="config"):
     """Steps of constant shapes, and a check at startup that results are batch invariant."""
     threads: int = 0
     """Compute threads; 0: the default of the CPUs that the process may use."""
-    thread_candidates: tuple[int, ...] = ()
-    """Other numbers of threads, which the engine measures (app/engine/cpu/thread_count.py)."""
     cpus: tuple[int, ...] = ()
     """CPUs of an engine on a CPU: EngineShare in app/common/cpu_topology.py."""
     replica: int = 0

@@ -129,11 +129,10 @@ class Settings(BaseSettings):
     packed_cache_bytes: int = Field(8 << 30, ge=0)
     """Most bytes of packed weights kept there, with which native kernels start faster; 0 keeps and reads none."""
     replicas: int = Field(1, ge=0, le=64)
-    """Engine processes: each has a GPU of its own, or an equal share of the CPU threads; auto (0) chooses by NUMA
-    nodes, cores, memory and model."""
+    """Engine processes: each has a GPU of its own, or an equal share of the CPU threads; auto (0) is one for each NUMA
+    node."""
     threads: int = Field(0, ge=0, le=1024)
-    """CPU threads of all engines together; 0 is one for each physical core that affinity and cgroup limits allow, or
-    another number that is measured to be faster."""
+    """CPU threads of all engines together; 0 is one for each physical core that affinity and cgroup limits allow."""
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
     """Share of a GPU's memory that an engine may use; the KV cache gets what the model leaves."""
     kv_blocks: int = Field(0, ge=0, le=2**31 - 1)

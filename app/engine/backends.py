@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 from app.common.cpu_topology import read_topology
@@ -14,11 +12,9 @@ from app.engine.cpu.executor import NativeExecutor, ThreadPool
 from app.engine.cpu.library import load_library
 from app.engine.cpu.packed_cache import PackedCache
 from app.engine.cpu.sampler import NativeSampler
-from app.engine.cpu.thread_count import choose_threads
 from app.engine.cpu.toolchain.backend_selection import SelectedBackend
 from app.engine.execution.runner import Runner
 from app.engine.execution.step_runner import BackendRunners
-from app.engine.execution.warmup_batches import dummies
 from app.engine.guided.grammar_tracker import GrammarTracker
 from app.engine.memory.memory_plan import BlockBudget, CacheShape, blocks_on_cpu
 from model.checkpoint.stored_weights import StoredWeights
@@ -27,8 +23,6 @@ from model.number_formats import ITEM_BYTES
 from model.weight_formats import needs_gpu, weight_format
 
 Announce = Callable[[str], None]
-_LARGE_BYTES = 256 << 20
-"""Weights of which even one more step would delay the start; the more threads compute, the better."""
 
 
 class Placement(NamedTuple):
@@ -95,8 +89,6 @@ class CppBackend:
         self.numerics, self.reason = full_numerics(selected.numerics, cache_shape, config), selected.reason
         self._library, self._weights, self._cache_shape = load_library(selected.library), weights, cache_shape
         self._config = config
-        self.threads = _threads(config)
-        """Compute threads; start() may choose another number."""
         facts = (weights.config, cache_shape.dtype, config.quantize)
         self._entry = packed_cache and packed_cache.entry(selected.library.name, *facts)
 
@@ -117,7 +109,7 @@ class CppBackend:
         """See Backend.start."""
         announce(WARMING_UP)
         config, dtype = self._weights.config, self._cache_shape.dtype
-        threads = ThreadPool(self._library, self.threads)
+        threads = ThreadPool(self._library, _threads(self._config))
         restored = self._entry.restore(threads.count) if self._entry else None
         executor = NativeExecutor(
             self._library,
@@ -129,36 +121,12 @@ class CppBackend:
             weight_format=weight_format(dtype, self._config.quantize),
             restored=restored,
         )
-        self._choose_threads(executor, announce)
         sampler = NativeSampler(self._library, config.vocab_size, pool=executor.session.pool)
         runner = Runner(executor, sampler=sampler, grammars=grammars)
         runner.warm_up(self._cache_shape.max_running)
         if self._entry and restored is None:
             self._entry.store_in_background(executor.decoder.memory)
         return BackendRunners(runner)
-
-    def _choose_threads(self, executor: NativeExecutor, announce: Announce) -> None:
-        """Leaves `executor` with the number of threads that takes the least time for a step of one row and one of 8."""
-        default, sessions = executor.session.pool.count, {executor.session.pool.count: executor.session}
-        if self._weights.n_params * ITEM_BYTES[self._cache_shape.dtype] <= _LARGE_BYTES:
-            for threads in self._config.thread_candidates:
-                with suppress(ValueError):  # the system allows fewer threads
-                    sessions[threads] = executor.session_on(ThreadPool(self._library, threads))
-        if len(sessions) == 1:
-            return
-        steps = [dummies(rows, 1) for rows in sorted({1, min(8, self._cache_shape.max_running)})]
-
-        def time_step(threads: int) -> float:
-            executor.session = sessions[threads]
-            start = time.perf_counter()
-            for plan in steps:
-                executor.run(plan)
-                executor.logits(range(len(plan.chunks)))
-            return time.perf_counter() - start
-
-        chosen, reason = choose_threads(time_step, default, [*sessions][1:])
-        executor.session, self.threads = sessions[chosen], chosen
-        announce(f"computes with {chosen} threads ({reason})")
 
     def release(self) -> None:
         """See Backend.release: the kernels hold nothing."""

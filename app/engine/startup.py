@@ -34,7 +34,7 @@ from model.checkpoint.manifest import MANIFEST_FILE, check_manifest
 from model.checkpoint.stored_weights import StoredWeights, find_weights
 from model.config import ModelConfig
 from model.files import sha256
-from model.machine import INSTALL_TORCH, describe_cpu, free_memory
+from model.machine import INSTALL_TORCH, free_memory
 from model.parameter_shapes import count_parameters
 from model.tokenizer.tokenizer import Tokenizer
 from model.weight_formats import QUANTIZE, needs_gpu, weight_format
@@ -203,7 +203,7 @@ def _ready(
         vocab_size=weights.config.vocab_size,
         n_params=weights.n_params,
         dtype=placement.dtype,
-        device=describe_cpu(backend.threads) if isinstance(backend, CppBackend) else placement.description,
+        device=placement.description,
         model_version=Version(weights.version),
         eos_ids=weights.eos_ids,
         named_eos_ids=weights.named_eos_ids,

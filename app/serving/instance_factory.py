@@ -7,7 +7,6 @@ import contextlib
 import logging
 import tempfile
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 
 from app.chat.template_client import ChatTemplate
@@ -25,6 +24,7 @@ from app.serving.model_instance import ModelInstance
 from app.serving.weights_snapshot import WeightsSnapshot, take_fingerprint, without_links
 from model.checkpoint.manifest import read_model_name
 from model.checkpoint.tensor_index import check_layout
+from model.machine import free_memory, may_have_gpu
 
 _log, _start_log = logging.getLogger("inkstream"), logging.getLogger(START)
 
@@ -73,7 +73,7 @@ def _copy_directories(settings: Settings) -> list[Path]:
 def make_engine_pool(settings: Settings, reserved_bytes: int = 0) -> EnginePool:
     """Builds the pool of engine processes from the settings. reserved_bytes: see WorkerConfig."""
     topology = read_topology()
-    replicas = settings.replicas or _choose_replicas(settings, topology)
+    replicas = settings.replicas or choose_replicas(settings, topology)
     if settings.threads > topology.n_cpus:
         _log.warning(
             "--threads %d exceeds the %d available cores: threads will compete for them",
@@ -93,10 +93,26 @@ def make_engine_pool(settings: Settings, reserved_bytes: int = 0) -> EnginePool:
     return EnginePool([Replica(config, silence_seconds=settings.engine_silence) for config in configs], queue)
 
 
-def _choose_replicas(settings: Settings, topology: Topology) -> int:
-    # Imported by name: reading a configuration takes 20 ms of imports that this process does not need otherwise.
-    chosen: int = import_module("app.serving.replica_count").choose_replicas(settings, topology)
+def choose_replicas(settings: Settings, topology: Topology) -> int:
+    """The number of engines for --replicas auto: one for each NUMA node whose engine finds memory. Logs the reason.
+
+    One on a GPU: the number of GPUs is known to torch only, which this process does not import.
+    """
+    nodes = len(topology.nodes)
+    if settings.device == "cuda" or (settings.device == "auto" and may_have_gpu()):
+        chosen, reason = 1, "there may be a GPU: give the number of GPUs to use several"
+    elif nodes > (most := _copies_in_memory(settings.weights)):
+        chosen, reason = most, f"{nodes} NUMA nodes, but more copies of the weights exceed half of the free memory"
+    else:
+        chosen, reason = nodes, f"one for each of {nodes} NUMA nodes" if nodes > 1 else "one NUMA node"
+    _start_log.info("--replicas auto: %d (%s)", chosen, reason)
     return chosen
+
+
+def _copies_in_memory(weights: Path) -> int:
+    """How often half of the free memory holds the weights' files, at least 1; the rest is for caches."""
+    size = sum(file.stat().st_size for file in weights.glob("*.safetensors"))
+    return max(1, free_memory() // 2 // max(1, size))
 
 
 def _worker_configs(settings: Settings, shares: Sequence[EngineShare], reserved_bytes: int = 0) -> list[WorkerConfig]:
@@ -115,7 +131,6 @@ def _worker_configs(settings: Settings, shares: Sequence[EngineShare], reserved_
             cache_dir=str(libraries.cache_dir) if libraries.cache_dir else None,
             packed_cache_bytes=settings.packed_cache_bytes,
             threads=share.threads,
-            thread_candidates=share.candidates,
             cpus=share.cpus,
             replica=replica,
             replicas=len(shares),

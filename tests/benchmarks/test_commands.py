@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from app.engine.cpu.toolchain.cpu_target import NEON, this_level
-from benchmarks import engine, quality, scaling, service, start, train
+from benchmarks import engine, quality, service, start, train
 from tests.support.model.tiny_models import TEXT, tiny_config, tiny_weights
 
 pytestmark = pytest.mark.slow
@@ -55,15 +55,6 @@ def test_engine_levels_time_each_level(run: Run, monkeypatch: pytest.MonkeyPatch
     lines, result = run(engine.main, "levels", "--rounds", "1")
     assert result["least_ms"].keys() == {f"{what} {this_level().name}" for what in engine.LEVEL_STEPS}
     assert min(result["least_ms"].values()) > 0 and len(lines) == 1 + len(engine.LEVEL_STEPS)
-
-
-@pytest.mark.usefixtures("native_library")
-def test_scaling_compares_and_extrapolates(run: Run) -> None:
-    _, result = run(scaling.main, "--rounds", "1")
-    assert (
-        result["errors"].keys() == result["least_us"].keys() == {f"{t} {rows}" for t in (1, 2) for rows in (1, 8, 32)}
-    )
-    assert min(result["rates"].values()) >= 0 and min(result["modeled"]["64"].values()) > 0
 
 
 @pytest.mark.usefixtures("native_library")

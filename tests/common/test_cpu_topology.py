@@ -83,7 +83,7 @@ def test_smt_siblings_share_one_thread(tmp_path: Path) -> None:
     topology = _machine(tmp_path, cores=4, smt=2)
     assert [core.cpus for core in topology.cores] == [(0, 4), (1, 5), (2, 6), (3, 7)]
     assert (topology.compute_threads, topology.n_cpus, topology.nodes) == (4, 8, (0,))
-    assert divide(topology, 1) == (EngineShare(4, (1, 2, 8)),)
+    assert divide(topology, 1) == (EngineShare(4),)
     assert str(topology) == "4 physical cores, 8 CPUs"
 
 
@@ -110,7 +110,7 @@ def test_threads_compute_on_physical_cores(tmp_path: Path, machine: dict[str, An
 def test_efficiency_cores_do_not_compute_by_default(tmp_path: Path) -> None:
     intel = {"sys/devices/cpu_core/cpus": "0-3\n", "sys/devices/cpu_atom/cpus": "4-7\n"}
     topology = _machine(tmp_path, cores=8, files=intel)
-    assert topology.compute_threads == 4 and divide(topology, 1) == (EngineShare(4, (1, 2, 8)),)
+    assert topology.compute_threads == 4 and divide(topology, 1) == (EngineShare(4),)
     assert str(topology) == "8 physical cores, 4 of them slow"
     only_slow = _machine(tmp_path / "slow", cores=8, files=intel, cpus=range(4, 8))
     assert only_slow.compute_threads == 4
@@ -118,7 +118,7 @@ def test_efficiency_cores_do_not_compute_by_default(tmp_path: Path) -> None:
 
 def test_without_sys_each_cpu_is_a_core(tmp_path: Path) -> None:
     topology = read_topology(tmp_path, (0, 1, 2))
-    assert (topology.compute_threads, topology.nodes, divide(topology, 1)) == (3, (0,), (EngineShare(3, (1,)),))
+    assert (topology.compute_threads, topology.nodes, divide(topology, 1)) == (3, (0,), (EngineShare(3),))
 
 
 def test_single_core_has_one_layout(tmp_path: Path) -> None:
@@ -127,24 +127,24 @@ def test_single_core_has_one_layout(tmp_path: Path) -> None:
 
 def test_engines_on_a_single_node_are_not_bound(tmp_path: Path) -> None:
     topology = _machine(tmp_path, cores=8, smt=2)
-    assert divide(topology, 2) == (EngineShare(4, (1, 2, 8)),) * 2
+    assert divide(topology, 2) == (EngineShare(4),) * 2
     assert divide(topology, 2, threads=5) == (EngineShare(2),) * 2
     assert divide(topology, 64)[0].threads == 1
 
 
 def test_single_engine_uses_all_nodes(tmp_path: Path) -> None:
     topology = _machine(tmp_path, cores=8, smt=2, nodes=2)
-    assert divide(topology, 1) == (EngineShare(8, (1, 4, 16)),)
+    assert divide(topology, 1) == (EngineShare(8),)
     assert str(topology) == "8 physical cores, 16 CPUs, 2 NUMA nodes"
     one_node = _machine(tmp_path / "bound", cores=8, smt=2, nodes=2, cpus=(4, 5, 6, 7))  # numactl --cpunodebind=1
-    assert one_node.nodes == (1,) and divide(one_node, 1) == (EngineShare(4, (1, 2)),)
+    assert one_node.nodes == (1,) and divide(one_node, 1) == (EngineShare(4),)
 
 
 def test_each_engine_gets_a_node(tmp_path: Path) -> None:
     topology = _machine(tmp_path, cores=8, smt=2, nodes=2)
     first, second = divide(topology, 2)
-    assert first == EngineShare(4, (1, 2, 8), cpus=(0, 8, 1, 9, 2, 10, 3, 11))
-    assert second == EngineShare(4, (1, 2, 8), cpus=(4, 12, 5, 13, 6, 14, 7, 15))
+    assert first == EngineShare(4, cpus=(0, 8, 1, 9, 2, 10, 3, 11))
+    assert second == EngineShare(4, cpus=(4, 12, 5, 13, 6, 14, 7, 15))
     three = divide(topology, 3)  # two of them share a node, and all have the same number of threads
     assert [share.cpus for share in three] == [first.cpus, first.cpus, second.cpus]
     assert {share.threads for share in three} == {2}

@@ -519,12 +519,12 @@ def test_router_remembers_a_bounded_number_of_complete_prefixes(seed: int, most:
 
 
 def test_every_engine_gets_the_same_number_of_threads() -> None:
-    settings, share = Settings(replicas=2, kernels="torch"), EngineShare(2, (1,), (4, 5))
+    settings, share = Settings(replicas=2, kernels="torch"), EngineShare(2, (4, 5))
     configs = _worker_configs(settings, [share, share])
     assert [(config.replica, config.threads, config.concurrent_loaders) for config in configs] == [(0, 2, 1), (1, 2, 1)]
     (single,) = _worker_configs(settings, [share])
     assert single == replace(configs[0], replicas=1, concurrent_loaders=0)
-    assert (single.thread_candidates, single.cpus) == ((1,), (4, 5))
+    assert single.cpus == (4, 5)
 
 
 @pytest.mark.parametrize(
