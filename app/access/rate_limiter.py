@@ -1,7 +1,8 @@
 """Tenants and their rate limits: requests, tokens and concurrency. The current time is always an argument.
 
-A limit per minute applies to every window of 60 seconds; a token bucket would admit twice as much in its first minute.
-Usage is counted in slots of a tenth of a second, so that a tenant takes at most 601 numbers and Retry-After is exact.
+A limit per minute applies to a sliding window of 60 seconds. Two buckets estimate the usage in it; the estimate is
+exact for a burst and for an even stream of equal requests. If most of a bucket's usage is at its end, it seems to leave
+the window too early: any 60 seconds admit at most twice the limit.
 
 The tokens that a request may take (its prompt, and max_tokens for each text) are charged before the work, and unused
 ones are refunded when it ends. A stream whose client is disconnected is paused and does not count as concurrent.
@@ -13,7 +14,6 @@ for each millisecond beyond the first 50 ms, so that requests of few tokens cann
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -47,50 +47,77 @@ ANONYMOUS = Tenant(reads_usage=True)
 """Tenant of all requests to a service without keys."""
 
 
-_WINDOW, _SLOT = 60.0, 0.1
+_WINDOW = 60.0
 _FREE_WORK_SECONDS = 0.05
 """Host work that is included in a request's token charge; all but a few requests need less."""
 _TOKENS_PER_WORK_SECOND = 1000
+_ROUNDING, _TIME_ROUNDING = 1e-6, 1e-3
+"""What floating-point arithmetic may add to a number, and to a time in seconds."""
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """A number of uses from `first` to `last`, taken to be equal and evenly spaced."""
+
+    first: float
+    last: float
+    uses: int = 0
+    amount: int = 0
+
+    def left(self, now: float) -> float:
+        """The part that is in the window: all of it for 60 s after `first`, none from 60 s after `last` on."""
+        since = now - _WINDOW + _TIME_ROUNDING
+        if since < self.first:
+            return self.amount
+        if since >= self.last:
+            return 0.0
+        gone = math.floor((since - self.first) / (self.last - self.first) * (self.uses - 1)) + 1
+        return self.amount * (1 - gone / self.uses)
+
+    def expiry(self, gone: float) -> float:
+        """Time at which at least `gone` of the amount has left the window."""
+        before = math.ceil(gone * self.uses / self.amount - _ROUNDING) - 1
+        return self.first + (self.last - self.first) * before / max(1, self.uses - 1) + _WINDOW
 
 
 class SlidingWindow:
-    """Usage in the last 60 to 60.1 seconds."""
+    """Usage in the last 60 seconds, estimated from two buckets, which the first use after 60 s rotates."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self.used = 0
-        self._slots: deque[list[int]] = deque()  # [slot, amount], the oldest first
+        self._previous = self._current = _Bucket(-math.inf, -math.inf)
+
+    def used(self, now: float) -> int:
+        """The usage in the window, rounded up."""
+        return math.ceil(self._previous.left(now) + self._current.left(now) - _ROUNDING)
 
     def seconds_until(self, amount: int, now: float) -> float:
         """Seconds until `amount`, which must not exceed the limit, fits; 0.0 means now."""
-        self._expire(now)
-        excess = self.used + amount - self.limit
-        if excess <= 0:
+        buckets = self._previous, self._current
+        excess = sum(bucket.left(now) for bucket in buckets) + amount - self.limit
+        if excess <= _ROUNDING:
             return 0.0
-        for slot, amount_in_slot in self._slots:
-            excess -= amount_in_slot
-            if excess <= 0:
-                return _expiry(slot) - now
+        for bucket in buckets:  # the previous one has left the window before the current one begins to
+            left = bucket.left(now)
+            if excess <= left + _ROUNDING:
+                return max(0.0, bucket.expiry(bucket.amount - left + excess) - now)
+            excess -= left
         raise AssertionError("an amount above the limit never fits")
 
-    def add(self, amount: int, now: float) -> list[int]:
-        """Records usage now; returns the slot for refund()."""
-        slot = math.floor(now / _SLOT)
-        if not self._slots or self._slots[-1][0] != slot:
-            self._slots.append([slot, 0])
-        self._slots[-1][1] += amount
-        self.used += amount
-        return self._slots[-1]
+    def add(self, amount: int, now: float) -> _Bucket:
+        """Records usage now; returns the bucket for refund()."""
+        if now >= self._current.first + _WINDOW:
+            self._previous, self._current = self._current, _Bucket(now, now)
+        elif not self._current.amount:
+            self._current = _Bucket(now, now)
+        self._current.last = now
+        self._current.uses += 1
+        self._current.amount += amount
+        return self._current
 
-    def refund(self, slot: list[int], amount: int) -> None:
-        """Refunds a part of the usage recorded in `slot`, if it is still in the window."""
-        if self._slots and slot[0] >= self._slots[0][0]:
-            slot[1] -= amount
-            self.used -= amount
-
-    def _expire(self, now: float) -> None:
-        while self._slots and _expiry(self._slots[0][0]) <= now:
-            self.used -= self._slots.popleft()[1]
+    def refund(self, bucket: _Bucket, amount: int) -> None:
+        """Refunds a part of the usage recorded in `bucket`."""
+        bucket.amount -= amount
 
 
 class _Account:
@@ -128,7 +155,7 @@ class _Account:
             )
         if wait := self.tokens.seconds_until(tokens, now):
             raise _exceeded(
-                f"this key may take {limit} tokens a minute, and {max(0, limit - self.tokens.used)} are left", wait
+                f"this key may take {limit} tokens a minute, and {max(0, limit - self.tokens.used(now))} are left", wait
             )
 
 
@@ -137,8 +164,8 @@ class Reservation:
 
     def __init__(self, account: _Account, tokens: int, now: float) -> None:
         self._account = account
-        self._request_slot = account.requests.add(1, now)
-        self._token_slot = account.tokens.add(tokens, now)
+        self._request_bucket = account.requests.add(1, now)
+        self._token_bucket = account.tokens.add(tokens, now)
         self._tokens = tokens
         self._work_seconds, self._work_tokens = 0.0, 0
         self._is_running = self._is_open = True
@@ -147,10 +174,10 @@ class Reservation:
     def charge(self, tokens: int, now: float) -> None:
         """Charges the exact number of tokens that the request may take. Raises InvalidRequest, RateLimitExceeded."""
         if self._is_open:
-            self._account.tokens.refund(self._token_slot, self._tokens)
+            self._account.tokens.refund(self._token_bucket, self._tokens)
             self._tokens = 0
             self._account.check_tokens(tokens, now)
-            self._token_slot, self._tokens = self._account.tokens.add(tokens, now), tokens
+            self._token_bucket, self._tokens = self._account.tokens.add(tokens, now), tokens
 
     def charge_work(self, seconds: float, now: float) -> None:
         """Adds CPU time that shared workers spent on this request; never refunded, and never refuses this request.
@@ -168,7 +195,7 @@ class Reservation:
     def record_usage(self, used: int) -> None:
         """Records the tokens used; the request counts as concurrent until its client has the whole response."""
         if self._is_running:
-            self._account.tokens.refund(self._token_slot, self._tokens - used)
+            self._account.tokens.refund(self._token_bucket, self._tokens - used)
             self._tokens = used
 
     def pause(self, used: int) -> None:
@@ -176,7 +203,7 @@ class Reservation:
         if self._is_running:
             self._is_running = False
             self._account.running -= 1
-            self._account.tokens.refund(self._token_slot, self._tokens - used)
+            self._account.tokens.refund(self._token_bucket, self._tokens - used)
 
     def resume(self, tokens: int, now: float) -> None:
         """Resumes the request for a reconnected client; charges `tokens`, where generated text counts as prompt.
@@ -188,7 +215,7 @@ class Reservation:
             self._account.check_concurrency()
             self._account.check_requests(now)
             self._account.requests.add(1, now)
-            self._token_slot, self._tokens = self._account.tokens.add(tokens, now), tokens
+            self._token_bucket, self._tokens = self._account.tokens.add(tokens, now), tokens
             self._is_running = True
             self._account.running += 1
 
@@ -201,7 +228,7 @@ class Reservation:
     def cancel(self) -> None:
         """Refunds everything: the service did not admit the request."""
         if self._is_open:
-            self._account.requests.refund(self._request_slot, 1)
+            self._account.requests.refund(self._request_bucket, 1)
         self.end(0)
 
     def end(self, used: int) -> None:
@@ -216,7 +243,7 @@ class Reservation:
         for name, window in (("requests", self._account.requests), ("tokens", self._account.tokens)):
             if window.limit:
                 headers[f"x-ratelimit-limit-{name}"] = str(window.limit)
-                headers[f"x-ratelimit-remaining-{name}"] = str(max(0, window.limit - window.used))
+                headers[f"x-ratelimit-remaining-{name}"] = str(max(0, window.limit - window.used(now)))
                 headers[f"x-ratelimit-reset-{name}"] = f"{window.seconds_until(window.limit, now):.1f}s"
         return headers
 
@@ -265,8 +292,3 @@ class RateLimiter:
 def _exceeded(problem: str, wait: float) -> RateLimitExceeded:
     seconds = max(1, math.ceil(wait))
     return RateLimitExceeded(f"{problem}: try again in {seconds} s", seconds)
-
-
-def _expiry(slot: int) -> float:
-    """Time at which the usage of this slot leaves the window."""
-    return (slot + 1) * _SLOT + _WINDOW
