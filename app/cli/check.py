@@ -159,6 +159,7 @@ def _tokenizer_lines(weights: StoredWeights, tokenizer: Tokenizer) -> list[Line]
     bos_rule = "added to a prompt" if tokenizer.adds_bos else "not added to a prompt"
     return [
         ("tokenizer", f"{tokenizer.kind}, {tokenizer.vocab_size} of {weights.config.vocab_size} tokens"),
+        *([("speed", "not proven: texts are tokenized in sandboxed processes")] if tokenizer.unproven else []),
         ("BOS", "none" if bos is None else f"{names((bos,))}, {bos_rule}"),
         ("EOS", names(ends)),
         *([("EOS of chats", f"also {names(others)}: the files name different tokens")] if others else []),

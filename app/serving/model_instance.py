@@ -93,7 +93,7 @@ class ModelInstance:
         ready = await self.engine.wait_ready()
         check_vocabulary(self.weights, tokenizer, ready.vocab_size)
         if tokenizer.unproven:
-            _log.info("the tokenizer has unusual regular expressions: texts are tokenized in sandboxed processes")
+            _log.info("the tokenizer is not proven to be fast: texts are tokenized in sandboxed processes")
             with self._snapshot.reading():
                 self._sandbox = TokenizerSandbox(self.weights)
         self.tokenizer = tokenizer

@@ -1,4 +1,4 @@
-"""A sandboxed tokenizer, for one whose regular expressions are not known to be linear.
+"""A sandboxed tokenizer, for one that is not proven to run in linear time.
 
 A call into the tokenizers library cannot be interrupted, and it may hold the GIL. A child process can be killed
 (app/tokenization/tokenizer_worker.py). Calls block the calling thread and no other: make them from worker threads.
@@ -20,15 +20,12 @@ from model.tokenizer.token_spans import CompactSpans, Spans
 from model.tokenizer.tokenizer import Tokenizer
 
 _MAX_RESPONSE_BYTES = 64 << 20
-MAX_ATTACK_SECONDS = 0.25
-"""CPU time limit for 4,096 characters; known patterns take 10 ms."""
-
 
 Part = Literal["prompt", "plain", "first", "later"]
 """prompt: a whole text, with added special tokens; plain: without. first, later: see Tokenizer.part_slices()."""
 
 
-class Encode(msgspec.Struct, tag=True):
+class Encode(msgspec.Struct):
     """Request: a text to encode."""
 
     text: str
@@ -41,12 +38,6 @@ def slices_of(tokenizer: Tokenizer, text: str, part: Part) -> Generator[None, No
     if part in ("first", "later"):
         return tokenizer.part_slices(text, is_first=part == "first")
     return tokenizer.span_slices(text, add_special_tokens=part == "prompt")
-
-
-class AttackTrial(msgspec.Struct, tag=True):
-    """Request: a pattern to time on adversarial texts; None means the whole tokenizer."""
-
-    pattern: str | None
 
 
 class TokenizerReply(msgspec.Struct):
@@ -65,12 +56,12 @@ class TokenizerReply(msgspec.Struct):
 class TokenizerSandbox(Sandbox):
     """A tokenizer in child processes."""
 
-    def __init__(self, weights: Path, purpose: Literal["encode", "attack"] = "encode") -> None:
+    def __init__(self, weights: Path) -> None:
         # Children that start later still read the snapshot that is in use now (model/files.py).
         files = json.dumps(dict(snapshot_files(weights)))
-        super().__init__("app.tokenization.tokenizer_worker", str(weights), purpose, files)
+        super().__init__("app.tokenization.tokenizer_worker", str(weights), files)
 
-    def ask(self, request: Encode | AttackTrial, *, seconds: float) -> TokenizerReply:
+    def ask(self, request: Encode, *, seconds: float) -> TokenizerReply:
         """The reply to a request. Raises SandboxError, EngineFailed."""
         content = msgspec.msgpack.encode(request)
         response = self.call(content, seconds=seconds, max_bytes=_MAX_RESPONSE_BYTES)

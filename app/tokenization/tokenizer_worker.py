@@ -1,10 +1,11 @@
-"""python -m app.tokenization.tokenizer_worker WEIGHTS encode|attack FILES: sandboxed tokenizer process.
+"""python -m app.tokenization.tokenizer_worker WEIGHTS FILES: sandboxed tokenizer process.
 
 tokenizer_sandbox.py starts it and sends requests. FILES is the argument of reading_from() of model/files.py, as JSON.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from array import array
@@ -12,12 +13,10 @@ from functools import cached_property
 from pathlib import Path
 
 import msgspec
-from tokenizers import Regex, pre_tokenizers
 
 from app.sandbox.sandbox_child import confine, serve
-from app.tokenization.tokenizer_sandbox import MAX_ATTACK_SECONDS, AttackTrial, Encode, TokenizerReply, slices_of
+from app.tokenization.tokenizer_sandbox import Encode, TokenizerReply, slices_of
 from model.files import Files, reading_from
-from model.tokenizer.regexes import attacks, slowest
 from model.tokenizer.token_spans import run_to_completion
 from model.tokenizer.tokenizer import Tokenizer
 
@@ -30,7 +29,7 @@ _SECONDS = 60.0
 
 
 class _Worker:
-    """Handles requests for one tokenizer, which is loaded on first use, after its patterns were tested."""
+    """Handles requests for one tokenizer."""
 
     def __init__(self, weights: Path, files: Files) -> None:
         self._weights, self._files = weights, files
@@ -43,9 +42,8 @@ class _Worker:
 
     def handle(self, content: bytes) -> bytes:
         """Handles one encoded request; returns the encoded response."""
-        request = msgspec.msgpack.decode(content, type=Encode | AttackTrial)
         try:
-            reply = self._encode(request) if isinstance(request, Encode) else self._attack(request.pattern)
+            reply = self._encode(msgspec.msgpack.decode(content, type=Encode))
         except MemoryError:
             reply = TokenizerReply(problem="takes too much memory")
         except BaseException as error:  # a Rust panic is not an Exception
@@ -63,27 +61,15 @@ class _Worker:
         ids = tokenizer.encode_many([text])[0] if request.part == "plain" else tokenizer.encode(text)
         return TokenizerReply(ids=array("I", ids).tobytes())
 
-    def _attack(self, pattern: str | None) -> TokenizerReply:
-        if pattern is None:
-            encode = self.tokenizer.encode_many
-            timings = list(slowest(lambda text: encode([text]), attacks(""), MAX_ATTACK_SECONDS))
-        else:
-            split = pre_tokenizers.Split(Regex(pattern), "isolated").pre_tokenize_str
-            timings = list(slowest(split, attacks(pattern), MAX_ATTACK_SECONDS))
-        length, seconds = timings[-1]
-        if seconds <= MAX_ATTACK_SECONDS:
-            return TokenizerReply()
-        return TokenizerReply(problem=f"takes {seconds:.1f} s for {length} characters")
 
-
-def main(weights: Path, purpose: str, files: Files) -> None:
+def main(weights: Path, files: Files) -> None:
     """Runs until the pipe closes."""
     confine(_LOADING_BYTES)
     worker = _Worker(weights, files)
-    if purpose == "encode":
+    with contextlib.suppress(BaseException):  # a Rust panic is none of Exception; the first reply reports the error
         _ = worker.tokenizer  # load now, so that the first text does not wait for it
-    serve(worker.handle, seconds=_SECONDS, more_bytes=_MEMORY_BYTES if purpose == "encode" else _LOADING_BYTES)
+    serve(worker.handle, seconds=_SECONDS, more_bytes=_MEMORY_BYTES)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3]))
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))

@@ -16,7 +16,8 @@ from app.cluster import failover_stream
 from app.cluster.failover_stream import Divergence, FailoverStream, StreamSplicer
 from app.cluster.messages import Call
 from app.cluster.retry import RetryCounters, RetryingRequest
-from app.http.sse import BodyWriter, Event, EventParser
+from app.http.response_cycle import BodyWriter
+from app.http.sse import Event, EventParser
 from tests.support.async_test import async_test
 from tests.support.completion_client import joined_text, parse_events
 from tests.support.scripted_replicas import (

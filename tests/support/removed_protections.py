@@ -138,7 +138,6 @@ def _every_text_is_short(*_arguments: Any) -> bool:
     return True
 
 
-@_removal("tokenizer.unchecked", "app.tokenization.tokenizer_trial", "_attack")
 @_removal("stream.unbounded", "app.generation.completion", "Completion._suspend")
 @_removal("engine.unproven", "app.engine.startup", "check_finite_logits")
 def _do_nothing(*_arguments: Any, **_named: Any) -> None:

@@ -140,7 +140,7 @@ class Watch:
 
 
 def _with_unproven_regex(files: Files) -> Files:
-    """Files with a regular expression that a check has to time, so that it loads the code for that."""
+    """Files with a regular expression that a check tries in a sandbox, so that it loads the code for that."""
     raw = json.loads(files["tokenizer.json"])
     split = {"type": "Split", "pattern": {"Regex": "[b-y]+|[^b-y]"}, "behavior": "Isolated", "invert": False}
     raw["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, raw["pre_tokenizer"]]}
