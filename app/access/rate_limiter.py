@@ -290,5 +290,5 @@ class RateLimiter:
 
 
 def _exceeded(problem: str, wait: float) -> RateLimitExceeded:
-    seconds = max(1, math.ceil(wait))
+    seconds = max(1, math.ceil(wait - _TIME_ROUNDING))
     return RateLimitExceeded(f"{problem}: try again in {seconds} s", seconds)

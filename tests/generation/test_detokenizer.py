@@ -41,6 +41,7 @@ class _Table:
     """The part of a tokenizer that an OutputChoice uses."""
 
     strips_first_space = False
+    bytes_of = PIECES
 
     def token_bytes(self, token: int) -> bytes:
         return PIECES[token]

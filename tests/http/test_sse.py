@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from app.api.schemas import Token, TokenEvent
 from app.common.fault_injection import InjectedFault
-from app.http.sse import PING, Event, EventParser, ascii_json, event, parse_event, quoted, text_event
+from app.http.sse import PING, Event, EventParser, ascii_json, event, parse_event, quoted
 from tests.support.armed_faults import arm_this_process
 
 TEXTS = st.text() | st.text('\r\n\u2028\x00:"\\ \U0001f98ae\u0301', max_size=20)
@@ -66,12 +66,6 @@ def test_an_unfinished_event_is_not_delivered() -> None:
     assert parser.is_empty
     assert parser.feed(b"event: done\ndata: {}\n") == [] and not parser.is_empty
     assert parser.feed(b"\n") == [Event("done", b"{}")] and parser.is_empty
-
-
-@given(st.integers(0, 127), TEXTS)
-def test_text_events_are_token_events(index: int, text: str) -> None:
-    expected = event("token", TokenEvent(index=index, text=text), "req-1:7")
-    assert text_event(index, text, "req-1:7") == expected
 
 
 @given(st.lists(TEXTS, max_size=5), st.booleans())
