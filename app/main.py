@@ -35,6 +35,7 @@ from app.serving.kernel_prebuild import build_for_next_start
 from app.serving.model_instance import ModelInstance
 from app.serving.service import Service
 from app.tokenization.text_encoder import TokenizerPool
+from model.checkpoint.hub import hub_model
 
 if TYPE_CHECKING:
     from app.http.tracing import Tracing  # its packages are optional
@@ -43,30 +44,29 @@ _DESCRIPTION = """Text completion by a decoder-only transformer. `POST /complete
 
 Errors have a common format: `{"error": {"message", "type", "param", "code", "request_id"}}`."""
 
+FirstInstance = tuple[Settings, ModelInstance]
+"""The first model instance, whose engine has been started, and the settings, which name its weights directory."""
 _log = logging.getLogger("inkstream")
 
 
 def create_app(
-    settings: Settings, first_instance: ModelInstance | None = None, tracing: Tracing | None = None
+    settings: Settings, opening: Awaitable[FirstInstance] | None = None, tracing: Tracing | None = None
 ) -> FastAPI:
     """The application; its engines stop with its lifespan.
 
-    first_instance: has been started; without it the lifespan starts one.
+    opening: returns the first instance, which the lifespan awaits; without it the lifespan opens one.
     tracing: exports traces; closed with the application.
     """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         tokenizer_pool = TokenizerPool()
-        instance = first_instance
-        if instance is None:
-            instance = await open_instance(settings)
-            instance.start()
-        app.state.service = service = Service(settings, instance, tokenizer_pool)
+        opened, instance = await (opening or _open(settings))
+        app.state.service = service = Service(opened, instance, tokenizer_pool)
         app.state.metrics = metrics = Metrics(lambda: service.engines, connections, app.state.key_names)
         app.state.resume_store = resume_store = ResumeStore(settings.resume_seconds)
         # Keep the choice of --replicas auto, which depends on free memory: running engines leave less of it.
-        chosen = settings.model_copy(update={"replicas": len(instance.engine.engines)})
+        chosen = opened.model_copy(update={"replicas": len(instance.engine.engines)})
 
         def reopen() -> Awaitable[ModelInstance]:
             return open_instance(chosen, service.reserved_bytes)
@@ -104,6 +104,12 @@ def create_app(
     _add_middleware(app, settings, keys, connections, tracing)
     _add_routes(app, settings)
     return app
+
+
+async def _open(settings: Settings) -> FirstInstance:
+    instance = await open_instance(settings)
+    instance.start()
+    return settings, instance
 
 
 @asynccontextmanager
@@ -150,6 +156,8 @@ def _add_middleware(
     if settings.origins:
         app.add_middleware(CorsMiddleware, origins=settings.origins, best_effort=connections.best_effort)
     app.add_middleware(HostFilter, allowed=settings.host_names, best_effort=connections.best_effort)
+    if hub_model(str(settings.weights)):
+        app.add_middleware(health.DownloadGate, is_open=app.state.is_started.is_set)
     app.add_middleware(RequestLogMiddleware, counts=connections.requests, tracing=tracing)
 
 

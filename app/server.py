@@ -24,8 +24,7 @@ from app.engine_client.supervisor import EngineStopped
 from app.http.acceptor import Acceptor
 from app.http.connection_limits import ConnectionLimits
 from app.http.http_protocol import HttpProtocol
-from app.main import create_app
-from app.serving.model_instance import ModelInstance
+from app.main import FirstInstance, create_app
 from app.serving.service import Service
 from app.start_summary import follow_start
 
@@ -62,6 +61,7 @@ class _Server:
         )
         self._uvicorn = uvicorn.Server(self._config)
         self._state = self._uvicorn.server_state
+        self._is_listening = False
         self._tasks = list[asyncio.Task[None]]()
 
     async def serve(self, on_start: Callable[[], None]) -> None:
@@ -74,13 +74,19 @@ class _Server:
     async def _start(self, on_start: Callable[[], None]) -> None:
         await self._app.state.is_started.wait()
         self._service: Service = self._app.state.service
-        protocol = functools.partial(HttpProtocol, self._connections, self._config, self._state, {})
-        self._acceptor = Acceptor(self._listener, self._config.backlog, protocol, self._connections)
+        self.listen()
         self.is_started = True
         if self._reloads_at_start:
             self.reload()
         self._tasks = [asyncio.create_task(work) for work in (self._watch_engine(), self._report_start())]
         on_start()
+
+    def listen(self) -> None:
+        """Accepts connections, if it does not yet."""
+        if not self._is_listening:
+            self._is_listening = True
+            protocol = functools.partial(HttpProtocol, self._connections, self._config, self._state, {})
+            self._acceptor = Acceptor(self._listener, self._config.backlog, protocol, self._connections)
 
     def reload(self) -> None:
         """Reloads the weights, now or after the start."""
@@ -168,10 +174,14 @@ def _notify_systemd(state: str) -> None:
 
 
 async def run(
-    settings: Settings, listener: socket.socket, instance: ModelInstance, tracing: Tracing | None
+    settings: Settings, listener: socket.socket, opening: asyncio.Task[FirstInstance], tracing: Tracing | None
 ) -> EngineStopped | None:
-    """Serves until a signal, or a permanent engine failure, which it returns. `instance` has been started."""
-    app = create_app(settings, instance, tracing)
+    """Serves until a signal, or a permanent engine failure, which it returns.
+
+    opening: returns the first instance, started. While it downloads a model, all but liveness probes get 503. What it
+    raises is raised here.
+    """
+    app = create_app(settings, opening, tracing)
     # Objects that exist now are permanent: a full collection that scans them stalls every stream for tens of ms.
     gc.freeze()
     held = signal.getsignal(signal.SIGHUP)  # ignored under nohup
@@ -191,6 +201,9 @@ async def run(
 
     host, port = _address(listener)
     _start_log.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
+    if not opening.done():
+        server.listen()
+    await opening
     await server.serve(take_signals)
     return server.failure
 

@@ -32,6 +32,7 @@ from app.engine.cpu.toolchain.backend_selection import check_native_available
 from app.engine_client.supervisor import EngineStopped
 from app.serving.instance_factory import open_instance
 from app.serving.kernel_prebuild import libraries_at_start
+from app.serving.model_instance import ModelInstance
 from model.checkpoint.hub import hub_model, resolve_weights
 from model.checkpoint.manifest import read_model_name
 from model.checkpoint.tensor_index import check_layout, read_chat_template
@@ -58,10 +59,6 @@ def serve(settings: Settings) -> int:
             check(settings)
     tracing = open_tracing(settings)
     with bind(settings) as listener:
-        if hub_model(str(settings.weights)):  # after the port is known to be free, on which probes get answers
-            responder = import_module("app.http.download_responder")  # needs FastAPI, as app.server does
-            with responder.answer_not_ready(listener), _start_errors():
-                settings = _download(settings)
         # A thread that tokenizes a long text yields to the event loop after one millisecond, not five: with sixteen
         # concurrent 1 MB texts the p99 of health checks was 25 to 28 ms instead of 47 to 174 (R8).
         sys.setswitchinterval(0.001)
@@ -129,32 +126,48 @@ async def _serve(
     settings: Settings, listener: socket.socket, tracing: Tracing | None
 ) -> EngineStopped | signal.Signals | None:
     """Returns a permanent failure, or the signal that ended the start."""
-    try:
-        instance = await open_instance(settings)
-    except CheckpointError as error:
-        raise StartError(str(error)) from None
     stopped_by: list[signal.Signals] = []
-    _cancel_on_signals(stopped_by)
+    serving = asyncio.current_task()
+    assert serving
+    opening = asyncio.create_task(_open(settings, lambda: _cancel_on_signals(serving, stopped_by)))
     try:
-        instance.start()
+        if hub_model(str(settings.weights)) is None:
+            await opening
         gc.disable()  # as in app/__main__.py
         # FastAPI is half of this process's imports. In a thread, so that the engine gets its configuration meanwhile.
         server = await asyncio.to_thread(_import_server)
         gc.freeze()
         gc.enable()
-        failure: EngineStopped | None = await server.run(settings, listener, instance, tracing)
+        failure: EngineStopped | None = await server.run(settings, listener, opening, tracing)
     except BaseException as error:
-        await instance.close()
+        if opening.done() and not opening.cancelled() and not opening.exception():
+            await opening.result()[1].close()
         if stopped_by and isinstance(error, asyncio.CancelledError):
             return stopped_by[0]
         raise
     return failure
 
 
-def _cancel_on_signals(stopped_by: list[signal.Signals]) -> None:
-    """Makes Ctrl+C and SIGTERM cancel the current task, which then stops the engine; until the server handles both."""
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    assert task
+async def _open(settings: Settings, before_start: Callable[[], None]) -> tuple[Settings, ModelInstance]:
+    """The first model instance, whose engine has been started, and settings with its directory. Raises StartError.
+
+    A model of the Hub is downloaded, which a signal ends at once: there is nothing else to clean up.
+    """
+    if hub_model(str(settings.weights)):
+        with _start_errors():
+            settings = await asyncio.to_thread(_download, settings)
+    try:
+        instance = await open_instance(settings)
+    except CheckpointError as error:  # of config.json, which --replicas auto reads
+        raise StartError(str(error)) from None
+    before_start()
+    instance.start()
+    return settings, instance
+
+
+def _cancel_on_signals(task: asyncio.Task[Any], stopped_by: list[signal.Signals]) -> None:
+    """Makes Ctrl+C and SIGTERM cancel the task, which then stops the engine; until the server handles both."""
+    loop = asyncio.get_running_loop()
 
     def cancel(number: signal.Signals) -> None:
         if stopped_by:  # the second one stops at once; the engine ends with this process

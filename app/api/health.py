@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.api.dependencies import check_model, documented, metrics_of, service_of
 from app.api.key_usage import visible_to
@@ -14,7 +16,7 @@ from app.api.schemas import ContextLength, VocabularySize, WeightsRevision, Weig
 from app.common.errors import NotReady
 from app.http.auth import public, tenant_of
 from app.http.errors import ApiError
-from app.http.request_log import routine
+from app.http.request_log import record_of, respond, routine
 from app.http.response_model import SCHEMA_PATH, ResponseModel, json_response
 from app.serving.service import Service
 from model.tokenizer.infill import infill_tokens
@@ -56,6 +58,34 @@ class Health(ResponseModel):
     status: Annotated[str, "live, ready or not ready."]
     phase: Annotated[str | None, "Current phase of the service."] = None
     reason: Annotated[str | None, "Why the service is not ready, if all recent requests failed."] = None
+
+
+_DOWNLOADING = "the model is downloading: try again in a moment"
+_DOWNLOAD_SECONDS = "5"
+_DOWNLOAD_PAGE = (
+    f'<!doctype html><meta http-equiv="refresh" content="{_DOWNLOAD_SECONDS}"><title>inkstream</title><p>{_DOWNLOADING}'
+)
+
+
+class DownloadGate:
+    """ASGI middleware: until the model is downloaded there is no service, and all but liveness probes get 503."""
+
+    def __init__(self, app: ASGIApp, is_open: Callable[[], bool]) -> None:
+        self.app, self._is_open = app, is_open
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or self._is_open() or scope["path"] == "/health/live":
+            await self.app(scope, receive, send)
+            return
+        request, headers = Request(scope), {"Retry-After": _DOWNLOAD_SECONDS}
+        record_of(request).is_during_start = True
+        if scope["path"] in ("/health", "/health/ready"):
+            response = json_response(Health("not ready", "downloading"), 503, headers)
+        elif scope["path"] == "/" and "text/html" in request.headers.get("accept", ""):
+            response = Response(_DOWNLOAD_PAGE, 503, headers, media_type="text/html")
+        else:
+            response = respond(request, ApiError(503, _DOWNLOADING, headers=headers))
+        await response(scope, receive, send)
 
 
 _NOT_READY: dict[int | str, dict[str, Any]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 from collections.abc import Awaitable, Callable
 
 import httpx
@@ -195,3 +196,29 @@ def test_costly_input_is_parsed_in_turns_and_arrives_complete() -> None:
     assert waited > 5, "180 kB of tiny chunks take several turns"
     assert [request.body for request in result.requests if request] == [b"a" * 30_000]
     assert (result.statuses, result.is_closed, result.log) == ([200], False, [])
+
+
+@pytest.mark.parametrize("request_bytes", [GET, b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}"])
+def test_a_request_leaves_no_reference_cycle(request_bytes: bytes) -> None:
+    """A full garbage collection stalls every stream."""
+    n_unreachable = -1
+
+    async def repeat(connection: HttpProtocol) -> None:
+        nonlocal n_unreachable
+        gc.collect()
+        for _ in range(50):
+            connection.data_received(request_bytes)
+            for _ in range(6):  # iterations of the event loop until it is answered
+                await asyncio.sleep(0)
+        n_unreachable = gc.collect()
+
+    async def run() -> Served:
+        with Harness() as harness:
+            return await harness.serve((request_bytes,), then=repeat)
+
+    gc.disable()
+    try:
+        assert len(uvloop.run(run()).statuses) == 51
+    finally:
+        gc.enable()
+    assert n_unreachable == 0

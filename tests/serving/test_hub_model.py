@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import signal
-import socket
 from pathlib import Path
 
 import httpx
 import pytest
 
-from app.http.download_responder import answer_not_ready
+from app.common.settings import Settings
+from app.main import create_app
+from tests.support.async_test import async_test
 from tests.support.completion_client import fetch_completion
 from tests.support.fake_hub import fake_hub
 from tests.support.servers import start_server, stop_server
@@ -39,17 +40,26 @@ def test_served_hub_model_has_its_name_and_commit(tmp_path: Path, weights: Path)
         assert stop_server(server) == 0
 
 
-def test_port_responds_while_a_model_downloads() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        with answer_not_ready(listener):
-            assert httpx.get(f"{url}/health/live").json() == {"status": "live"}
-            ready = httpx.get(f"{url}/health/ready")
-            assert (ready.status_code, ready.json()["phase"]) == (503, "downloading")
-            response = httpx.post(f"{url}/complete", content=b"x" * 200_000)
+@async_test
+async def test_requests_while_a_model_downloads() -> None:
+    app = create_app(Settings(weights=Path("org/tiny")))
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        live, ready, page = await client.get("/health/live"), await client.get("/health/ready"), await client.get("/")
+        assert (live.status_code, live.json()) == (200, {"status": "live"})
+        assert (ready.status_code, ready.json()) == (503, {"status": "not ready", "phase": "downloading"})
+        refused = await client.post("/complete", json={"prompt": "a"})
+        for response in (ready, page, refused):
             assert (response.status_code, response.headers["retry-after"]) == (503, "5")
+        for response in (page, refused):
             assert response.json()["error"]["message"] == "the model is downloading: try again in a moment"
-            assert 'http-equiv="refresh"' in httpx.get(url, headers={"Accept": "text/html"}).text
-        listener.setblocking(True)
-        with socket.create_connection(listener.getsockname()[:2], timeout=5):
-            listener.accept()[0].close()  # the socket still listens for the service
+        assert 'http-equiv="refresh"' in (await client.get("/", headers={"Accept": "text/html"})).text
+        app.state.is_started.set()
+        assert (await client.get("/")).status_code == 200
+
+
+@async_test
+async def test_application_with_weights_of_its_own_has_no_such_gate() -> None:
+    app = create_app(Settings(weights=Path("weights")))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+        assert (await client.get("/")).status_code == 200

@@ -364,6 +364,7 @@ def test_service_reports_a_download_and_ctrl_c_ends_it_quietly(hub: FakeHub, tmp
     wait_for_partial(tmp_path, least=0)
     for _ in range(2):
         assert httpx.get(f"http://127.0.0.1:{port}/health/ready").json()["phase"] == "downloading"
+        assert httpx.post(f"http://127.0.0.1:{port}/complete", content=b"x" * 200_000).status_code == 503
         process.send_signal(signal.SIGHUP)  # a reload, once there is something to reload
         time.sleep(0.3)
     process.send_signal(signal.SIGINT)
