@@ -28,7 +28,7 @@ FROM ${BASE} AS kernels
 RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 WORKDIR /build
 COPY app/__init__.py app/__main__.py app/
-COPY app/common/__init__.py app/common/start_signals.py app/common/version.py app/common/
+COPY app/common/__init__.py app/common/cache_directory.py app/common/start_signals.py app/common/version.py app/common/
 COPY app/cli/__init__.py app/cli/compile.py app/cli/
 COPY app/engine/__init__.py app/engine/
 COPY app/engine/cpu app/engine/cpu

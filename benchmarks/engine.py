@@ -34,13 +34,14 @@ from typing import Any, TypeVar
 import msgspec
 import torch
 
+from app.common.cache_directory import cache_directory
 from app.common.ipc import WorkerConfig
 from app.engine.cpu.executor import NativeExecutor, ThreadPool
 from app.engine.cpu.library import load_library
 from app.engine.cpu.packed_decoder import BLOCK
 from app.engine.cpu.toolchain.builder import build, find_or_build
 from app.engine.cpu.toolchain.cpu_target import LEVELS, runs_here
-from app.engine.cpu.toolchain.library_cache import BuildRecipe, cache_directory
+from app.engine.cpu.toolchain.library_cache import BuildRecipe
 from app.engine.execution.engine import Engine
 from app.engine.gpu.runner import DeviceRunner
 from app.engine.scheduling.batch_plan import BatchPlan, Chunk

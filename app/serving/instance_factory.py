@@ -11,11 +11,11 @@ from pathlib import Path
 
 from app.chat.template_client import ChatTemplate
 from app.common import logs
+from app.common.cache_directory import cache_directory
 from app.common.cpu_topology import EngineShare, Topology, divide, read_topology
 from app.common.ipc import WorkerConfig
 from app.common.logs import START
 from app.common.settings import Settings
-from app.engine.cpu.toolchain.library_cache import cache_directory
 from app.engine_client.engine_pool import EnginePool
 from app.engine_client.replica import Replica
 from app.engine_client.request_queue import RequestQueue

@@ -26,10 +26,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from app.common.operating_system import is_in_memory
-from app.engine.cpu.library import HugepageAllocator
-from app.engine.cpu.toolchain.cpu_target import BuildError
-from app.engine.cpu.toolchain.library_cache import (
+from app.common.cache_directory import (
+    CacheError,
     build_directory,
     cache_directory,
     is_trusted_directory,
@@ -38,6 +36,8 @@ from app.engine.cpu.toolchain.library_cache import (
     publish,
     read_metadata,
 )
+from app.common.operating_system import is_in_memory
+from app.engine.cpu.library import HugepageAllocator
 from model.files import one_line, sha256, snapshot_path
 
 T = TypeVar("T")
@@ -191,10 +191,10 @@ class PackedEntry:
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
             try:
                 if any(each.identity is None for each in self._hashed.values()):
-                    raise BuildError("the weights files are too new, or have no times that would show a change")
+                    raise CacheError("the weights files are too new, or have no times that would show a change")
                 with build_directory(self.path.parent, "packed weights") as folder:
                     write(what, folder)
-            except BuildError as error:
+            except CacheError as error:
                 _log.warning("packed weights are not kept: %s", error)
 
         thread = threading.Thread(target=run, name="packed cache", daemon=True)

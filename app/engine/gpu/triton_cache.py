@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import MutableMapping
 from pathlib import Path
 
-from app.engine.cpu.toolchain.library_cache import cache_directory, is_trusted_directory
+from app.common.cache_directory import cache_directory, is_trusted_directory
 
 _log = logging.getLogger("inkstream")
 _TRITON_CACHE_VARIABLE = "TRITON_CACHE_DIR"

@@ -4,26 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import logging
 import os
-import threading
 from pathlib import Path
-from time import sleep
 
 import pytest
 
+from app.common.cache_directory import metadata_path, read_metadata
 from app.engine.cpu.toolchain import library_cache
 from app.engine.cpu.toolchain.builder import build, find, find_compiler, find_or_build
 from app.engine.cpu.toolchain.cpu_target import X86_LEVELS, BuildError, this_level
-from app.engine.cpu.toolchain.library_cache import (
-    MAX_OLD_LIBRARIES,
-    BuildRecipe,
-    build_directory,
-    cache_directory,
-    is_trusted_directory,
-    metadata_path,
-    read_metadata,
-)
+from app.engine.cpu.toolchain.library_cache import MAX_OLD_LIBRARIES, BuildRecipe
 from tests.support.fake_compiler import FakeCompiler, compile_library, fake_compiler
 from tests.support.processes import has_exited
 
@@ -59,48 +49,6 @@ def _use(monkeypatch: pytest.MonkeyPatch, folder: Path, product: Path, before: s
 
 def _leftovers(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()} - {".lock"} if folder.exists() else set()
-
-
-@pytest.mark.usefixtures("stub_library")
-def test_cache_directories_are_not_writable_by_others(tmp_path: Path) -> None:
-    before = os.umask(0o002)
-    try:
-        for directory in (tmp_path / "cache" / "packed", tmp_path / "cache"):
-            with build_directory(directory):
-                assert is_trusted_directory(directory)
-    finally:
-        os.umask(before)
-
-
-def test_wait_for_another_build_is_logged(cache_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A suspended `inkstream compile` holds the lock until it is continued or ended."""
-    caplog.set_level(logging.INFO)
-    entered = threading.Event()
-
-    def second() -> None:
-        with build_directory(cache_dir):
-            entered.set()
-
-    thread = threading.Thread(target=second)
-    with build_directory(cache_dir):
-        thread.start()
-        while not caplog.messages and thread.is_alive():
-            sleep(0.01)
-        assert not entered.is_set()
-    thread.join(timeout=60)
-    assert entered.is_set()
-    assert caplog.messages == [f"waiting for another process of inkstream that writes to {cache_dir}"]
-
-
-def test_file_system_without_locks_stores_nothing(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr("fcntl.flock", refuse)
-    refusal = pytest.raises(BuildError, match=r"cannot be stored in .* \(No locks available\): .* --cache-dir$")
-    with refusal, build_directory(cache_dir):
-        pytest.fail("two builds could run at once")
-    assert not _leftovers(cache_dir)
 
 
 def test_system_compiler_builds_a_library_that_loads(source: Path, cache_dir: Path) -> None:
@@ -266,13 +214,3 @@ def test_only_the_newest_libraries_of_other_versions_are_kept(source: Path, cach
     build(BuildRecipe(level=X86_LEVELS[0], source=source), cache_dir)
     kept = {*mine, *old[-MAX_OLD_LIBRARIES:]}
     assert _leftovers(cache_dir) == kept | {f"{name}.json" for name in kept}
-
-
-def test_cache_directory_follows_option_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    named = {"INKSTREAM_CACHE_DIR": "/named", "XDG_CACHE_HOME": "/xdg"}
-    assert cache_directory(tmp_path, named) == tmp_path
-    assert cache_directory(None, named) == Path("/named")
-    assert cache_directory(None, {**named, "INKSTREAM_CACHE_DIR": ""}) == Path("/xdg/inkstream")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache_directory(None, {"XDG_CACHE_HOME": "not/absolute"}) == tmp_path / ".cache/inkstream"
-    assert cache_directory(None, {}) == tmp_path / ".cache/inkstream"

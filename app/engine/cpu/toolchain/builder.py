@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
+from app.common.cache_directory import CacheError, build_directory, cache_directory
 from app.engine.cpu.toolchain.cpu_target import (
     LEVELS,
     BuildError,
@@ -30,8 +31,6 @@ from app.engine.cpu.toolchain.library_cache import (
     PACKAGED,
     UNIT,
     BuildRecipe,
-    build_directory,
-    cache_directory,
     find_library,
     remove_old_libraries,
     store_library,
@@ -181,24 +180,31 @@ def build(
     if find_library(library.name, [directory]):
         return library
     compiler = find_compiler()
-    with build_directory(directory) as folder:
-        if find_library(library.name, [directory]):  # a concurrent build finished while this one waited for the lock
-            return library
-        announce(compiler)
-        built, start = folder / library.name, time.monotonic()
-        run((*compiler.command, *recipe.flags, str(recipe.source / UNIT), "-o", str(built)), folder, seconds)
-        _check_library(built, recipe, folder)
-        details = {
-            "compiler": compiler.version,
-            "flags": recipe.flags,
-            "seconds": round(time.monotonic() - start, 1),
-            "built": datetime.now(UTC).isoformat(timespec="seconds"),
-        }
-        store_library(built, library, details)
-        remove_old_libraries(
-            directory, {library.name, *(BuildRecipe(level=level, source=recipe.source).name for level in LEVELS)}
-        )
+    try:
+        with build_directory(directory) as folder:
+            if not find_library(library.name, [directory]):  # a concurrent build may have finished while this waited
+                announce(compiler)
+                _build(recipe, library, folder, compiler, seconds)
+    except CacheError as error:
+        raise BuildError(str(error)) from None
     return library
+
+
+def _build(recipe: BuildRecipe, library: Path, folder: Path, compiler: Compiler, seconds: float) -> None:
+    """Compiles in a temporary folder, and stores the library. Raises BuildError, OSError."""
+    built, start = folder / library.name, time.monotonic()
+    run((*compiler.command, *recipe.flags, str(recipe.source / UNIT), "-o", str(built)), folder, seconds)
+    _check_library(built, recipe, folder)
+    details = {
+        "compiler": compiler.version,
+        "flags": recipe.flags,
+        "seconds": round(time.monotonic() - start, 1),
+        "built": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    store_library(built, library, details)
+    remove_old_libraries(
+        library.parent, {library.name, *(BuildRecipe(level=level, source=recipe.source).name for level in LEVELS)}
+    )
 
 
 def _check_library(built: Path, recipe: BuildRecipe, folder: Path) -> None:
