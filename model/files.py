@@ -1,4 +1,4 @@
-"""File access for weights directories: bounded reads, atomic writes, reads through descriptors opened earlier.
+"""File access for weights directories: bounded reads, atomic writes.
 
 A weights directory is untrusted input. Only regular files of the directory itself are read, JSON must be small and
 without duplicate keys, and every error is reported in one line.
@@ -9,79 +9,20 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import logging
 import os
 import re
 import shlex
 import stat
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
-# The service must be able to restart its processes with the weights it serves, even while the files are being replaced.
-# It keeps these files open (app/serving/weights_snapshot.py) and passes each process their paths: name ->
-# /proc/PID/fd/N. Inside reading_from(), this module opens those paths, so error messages still name the user's files.
+from model.weights_version import File, WeightsFile
 
-_log = logging.getLogger("inkstream")
 Struct = TypeVar("Struct", bound=msgspec.Struct)
-Files = Mapping[str, str]
-"""Name -> path of the opened file; an empty path means that the file is read in the directory itself."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Snapshot:
-    directory: Path
-    files: Files
-
-
-_current: ContextVar[_Snapshot | None] = ContextVar("file_snapshot", default=None)
-
-
-@contextmanager
-def reading_from(directory: Path, files: Files) -> Iterator[None]:
-    """Within this context (one thread or task), `directory` contains exactly `files`; if empty, its actual content."""
-    if unreadable := next((path for path in files.values() if path and not os.access(path, os.R_OK)), None):
-        _log.warning("cannot read %s in this process; reading the files from %s instead", unreadable, directory)
-        files = {}
-    token = _current.set(_Snapshot(directory, files) if files else None)
-    try:
-        yield
-    finally:
-        _current.reset(token)
-
-
-def snapshot_files(directory: Path) -> Files:
-    """The `files` for reading_from() in another process; empty without a snapshot of this directory."""
-    snapshot = _current.get()
-    return snapshot.files if snapshot and snapshot.directory == directory else {}
-
-
-def snapshot_names(directory: Path) -> set[str] | None:
-    """File names in the snapshot of this directory; None without a snapshot."""
-    snapshot = _current.get()
-    return set(snapshot.files) if snapshot and snapshot.directory == directory else None
-
-
-def snapshot_path(path: Path) -> Path | None:
-    """Path of the file that the snapshot keeps open; None if the file is read at its own path.
-
-    Raises FileNotFoundError if the file did not exist when the snapshot was taken.
-    """
-    snapshot = _current.get()
-    if snapshot is None or snapshot.directory != path.parent:
-        return None
-    if path.name not in snapshot.files:
-        raise FileNotFoundError(2, "No such file or directory", str(path))
-    opened = snapshot.files[path.name]
-    return Path(opened) if opened else None
-
-
 MAX_JSON_BYTES = 4 << 20
 """A byte of JSON may take 35 bytes of memory once parsed; a model layer takes about 1,000 bytes of header."""
 _MAX_DEPTH = 32
@@ -103,21 +44,21 @@ def one_line(text: str) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in shown)
 
 
-def entry_exists(path: Path) -> bool:
+def entry_exists(path: File) -> bool:
     """Whether the directory has an entry of this name; a broken link counts."""
-    if (names := snapshot_names(path.parent)) is not None:
-        return path.name in names
+    if isinstance(path, WeightsFile):
+        return path.opened is not None
     return path.is_symlink() or path.exists()
 
 
-def regular_file(path: Path) -> Path:
-    """The path to open for `path`: itself, or the file that a snapshot keeps open. Raises CheckpointError.
+def regular_file(path: File) -> Path:
+    """The path to open for `path`: itself, or where its version keeps the file. Raises CheckpointError.
 
     It must be a regular file inside its directory, or a blob of the Hugging Face cache: links must not lead elsewhere.
     """
+    if isinstance(path, WeightsFile):
+        return _opened(path)
     try:
-        if opened := snapshot_path(path):
-            return opened
         real, directory = path.resolve(strict=True), path.parent.resolve(strict=True)
         mode = real.stat().st_mode
     except OSError as error:
@@ -129,6 +70,12 @@ def regular_file(path: Path) -> Path:
     if not stat.S_ISREG(mode):
         raise CheckpointError(f"{path}: is not a regular file")
     return path
+
+
+def _opened(file: WeightsFile) -> Path:
+    if file.opened is None:
+        raise CheckpointError(f"{file}: cannot be read (No such file or directory)")
+    return file.opened
 
 
 def is_cache_blob(real: Path) -> bool:
@@ -163,7 +110,7 @@ def _broken_link(path: Path) -> str:
     return f": a link to {os.readlink(path)}; copy the directory with cp -rL where that exists"  # noqa: PTH115
 
 
-def read_bytes(path: Path, max_bytes: int) -> bytes:
+def read_bytes(path: File, max_bytes: int) -> bytes:
     """The content of a regular file of at most `max_bytes`. Raises CheckpointError."""
     try:
         with regular_file(path).open("rb") as file:
@@ -176,13 +123,13 @@ def read_bytes(path: Path, max_bytes: int) -> bytes:
     return content
 
 
-def reject_lfs_pointer(path: Path, start: bytes) -> None:
+def reject_lfs_pointer(path: File, start: bytes) -> None:
     """Raises CheckpointError if the file is a git-lfs pointer instead of the content. start: its first bytes."""
     if start.startswith(b"version https://git-lfs"):
         raise CheckpointError(f"{path}: is only a pointer of git-lfs; get the file itself with git lfs pull")
 
 
-def read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
+def read_json(path: File, *, optional: bool = False) -> dict[str, Any]:
     """The JSON object in a regular file; empty if an optional file does not exist. Raises CheckpointError."""
     if optional and not entry_exists(path):
         return {}
@@ -193,7 +140,7 @@ def read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
         raise CheckpointError(f"{path}: {error}") from None
 
 
-def read_struct(path: Path, kind: type[Struct], *, optional: bool = False) -> Struct:
+def read_struct(path: File, kind: type[Struct], *, optional: bool = False) -> Struct:
     """The fields of a msgspec struct in a JSON file; others are ignored. Raises CheckpointError."""
     content = read_json(path, optional=optional)
     try:
@@ -237,10 +184,10 @@ def unfinished_run(directory: Path) -> str | None:
     return command if Path(folder) == Path.cwd() else f"cd {shlex.quote(folder)} && {command}"
 
 
-def sha256(path: Path) -> str:
+def sha256(path: File) -> str:
     """Hexadecimal SHA-256 of the content. Raises CheckpointError."""
     try:
-        with (snapshot_path(path) or path).open("rb") as file:
+        with (_opened(path) if isinstance(path, WeightsFile) else path).open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None

@@ -11,7 +11,6 @@ import contextlib
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,6 +21,7 @@ from app.common.errors import EngineFailed, InvalidRequest
 from app.sandbox.sandbox import Sandbox, SandboxError, SandboxPool
 from model.checkpoint.tensor_index import ChatTemplateFile, read_chat_template
 from model.files import one_line
+from model.weights_version import Directory
 
 _WORKER = "app.chat.template_worker"
 _SECONDS = 5.0
@@ -76,7 +76,7 @@ class ChatTemplate:
         self._pool = SandboxPool(_WORKER, seconds=seconds)
 
     @classmethod
-    def load(cls, weights: Path) -> ChatTemplate | None:
+    def load(cls, weights: Directory) -> ChatTemplate | None:
         """Loads the template; None if the weights have none. Raises CheckpointError for an unreadable one."""
         file = read_chat_template(weights)
         return None if file is None else cls(file)

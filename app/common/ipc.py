@@ -10,6 +10,7 @@ import select
 import socket
 import struct
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -18,6 +19,7 @@ from msgspec import Struct
 from app.common.model_version import Version
 from app.common.types import Request, StepReport
 from model.weight_formats import Quantize
+from model.weights_version import Directory, WeightsVersion, readable
 
 _LENGTH = struct.Struct("<I")
 _HEADER_BYTES = _LENGTH.size
@@ -27,8 +29,8 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, tag="config"):
     """Configuration of the engine process, sent once at its start."""
 
     weights: str
-    files: Mapping[str, str] = {}
-    """Paths at which the API process keeps the files of `weights` open (model/files.py); empty reads the directory."""
+    version: WeightsVersion | None = None
+    """What the API process keeps of `weights`; None reads the directory as it is."""
     device: str = "auto"
     dtype: str = "auto"
     kernels: Literal["auto", "native", "torch"] = "auto"
@@ -38,7 +40,7 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, tag="config"):
     """Path of the native kernels that the service found at startup."""
     cache_dir: str | None = None
     packed_cache_bytes: int = 0
-    """Most bytes of packed weights in the cache directory; 0 keeps none."""
+    """Most bytes of the weights store in the cache directory; 0 neither reads nor keeps packed weights."""
     quantize: Quantize = "none"
     deterministic: bool = False
     """Steps of constant shapes, and a check at startup that results are batch invariant."""
@@ -65,6 +67,11 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, tag="config"):
     """Seconds without a report after which the engine is killed."""
     log_level: str = "info"
     log_format: Literal["text", "json"] = "text"
+
+    @property
+    def directory(self) -> Directory:
+        """The weights, as this process can read them."""
+        return readable(self.version) if self.version else Path(self.weights)
 
     @property
     def name(self) -> str:

@@ -125,9 +125,10 @@ class Settings(BaseSettings):
     """Compute steps of one shape on a GPU, and check at startup that a request's result does not depend on the other
     requests in its batch."""
     cache_dir: Path | None = None
-    """Directory of compiled kernels and packed weights; None is inkstream in XDG_CACHE_HOME, by default ~/.cache."""
+    """Directory of compiled kernels and of stored weights; None is inkstream in XDG_CACHE_HOME, by default ~/.cache."""
     packed_cache_bytes: int = Field(8 << 30, ge=0)
-    """Most bytes of packed weights kept there, with which native kernels start faster; 0 keeps and reads none."""
+    """Most bytes of weights kept there, with which a service starts faster: packed for native kernels, and copies of
+    the files; 0 keeps no packed weights, and copies only of those served last."""
     replicas: int = Field(1, ge=0, le=64)
     """Engine processes: each has a GPU of its own, or an equal share of the CPU threads; auto (0) is one for each NUMA
     node."""

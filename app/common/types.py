@@ -6,11 +6,12 @@ import math
 from collections.abc import Mapping
 from enum import StrEnum
 from math import isfinite
-from pathlib import Path
 from typing import Any
 
 import msgspec
 from msgspec import Struct
+
+from model.weights_version import File
 
 SEED_BITS = 63
 MAX_BIASES = 300
@@ -74,7 +75,7 @@ def require(condition: bool, message: str) -> None:
 MODEL_DEFAULT_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
-def sampling_defaults(generation: Mapping[str, Any], path: Path) -> dict[str, float]:
+def sampling_defaults(generation: Mapping[str, Any], path: File) -> dict[str, float]:
     """Sampling defaults of a generation_config.json, by the names of the request's fields. Raises ValueError.
 
     path: of the file, for error messages.

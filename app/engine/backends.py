@@ -8,9 +8,10 @@ from typing import NamedTuple, Protocol
 from app.common.cpu_topology import read_topology
 from app.common.ipc import WorkerConfig
 from app.common.startup_timer import WARMING_UP
+from app.common.weights_store import FileHashes, WeightsStore
 from app.engine.cpu.executor import NativeExecutor, ThreadPool
 from app.engine.cpu.library import load_library
-from app.engine.cpu.packed_cache import PackedCache
+from app.engine.cpu.packed_cache import PackedEntry
 from app.engine.cpu.sampler import NativeSampler
 from app.engine.cpu.toolchain.backend_selection import SelectedBackend
 from app.engine.execution.runner import Runner
@@ -82,15 +83,17 @@ class CppBackend:
         weights: StoredWeights,
         cache_shape: CacheShape,
         config: WorkerConfig,
-        packed_cache: PackedCache | None,
+        hashes: FileHashes,
+        store: WeightsStore | None,
     ) -> None:
-        """selected: has a library. packed_cache: has hashed the files of `weights`."""
+        """selected: has a library. hashes: of the files of `weights`. store: keeps packed weights."""
         assert selected.library
         self.numerics, self.reason = full_numerics(selected.numerics, cache_shape, config), selected.reason
         self._library, self._weights, self._cache_shape = load_library(selected.library), weights, cache_shape
         self._config = config
-        facts = (weights.config, cache_shape.dtype, config.quantize)
-        self._entry = packed_cache and packed_cache.entry(selected.library.name, *facts)
+        facts = (selected.library.name, weights.config, cache_shape.dtype, config.quantize)
+        self._hashes = hashes
+        self._entry = PackedEntry(store, weights.version, hashes, *facts) if store else None
 
     def plan_memory(self, config: WorkerConfig, announce: Announce) -> BlockBudget:
         """See Backend.plan_memory."""
@@ -111,6 +114,8 @@ class CppBackend:
         config, dtype = self._weights.config, self._cache_shape.dtype
         threads = ThreadPool(self._library, _threads(self._config))
         restored = self._entry.restore(threads.count) if self._entry else None
+        if restored is None:
+            self._hashes.verify(self._weights.version)
         executor = NativeExecutor(
             self._library,
             config,

@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from app.common.cpu_topology import bind_process
@@ -18,8 +17,8 @@ from app.common.logs import START
 from app.common.model_version import Version
 from app.common.startup_timer import LOADING_WEIGHTS, PROVING
 from app.common.types import sampling_defaults
+from app.common.weights_store import FileHashes, WeightsStore
 from app.engine.backends import Announce, Backend, CppBackend, Placement, place_without_torch
-from app.engine.cpu.packed_cache import PackedCache
 from app.engine.cpu.packed_decoder import BLOCK, padded_head_dim
 from app.engine.cpu.toolchain.backend_selection import Libraries, SelectedBackend, select_backend
 from app.engine.execution.engine import Engine
@@ -33,11 +32,11 @@ from app.engine.worker_loop import BuiltEngine, EngineStartError
 from model.checkpoint.manifest import MANIFEST_FILE, check_manifest
 from model.checkpoint.stored_weights import StoredWeights, find_weights
 from model.config import ModelConfig
-from model.files import sha256
 from model.machine import INSTALL_TORCH, free_memory
 from model.parameter_shapes import count_parameters
 from model.tokenizer.tokenizer import Tokenizer
 from model.weight_formats import QUANTIZE, needs_gpu, weight_format
+from model.weights_version import Directory
 
 _log, _start_log = logging.getLogger("inkstream"), logging.getLogger(START)
 _FOR_GPU = " or ".join(quantize for quantize in QUANTIZE if needs_gpu(quantize))
@@ -51,7 +50,7 @@ and 0 to 13 % slower with 130 million parameters (2026-11-23)."""
 def build_engine(
     config: WorkerConfig,
     announce: Announce = lambda _phase: None,
-    find: Callable[[Path], StoredWeights] | None = None,
+    find: Callable[[Directory], StoredWeights] | None = None,
 ) -> BuiltEngine:
     """Loads the weights, allocates the cache, warms up; reports each phase to `announce`. Raises EngineStartError.
 
@@ -62,12 +61,12 @@ def build_engine(
         placement = place_without_torch(config) or _torch_backends(config, _NEEDS_TORCH).place(config)
         if placement.device == "cpu" and (problem := bind_process(config.cpus)):
             _log.warning("%s: %s", config.name, problem)
-        packed_cache = None if find else PackedCache.of(config.cache_dir, config.packed_cache_bytes)
-        digest = packed_cache.sha256 if packed_cache else sha256
-        check = partial(_check_memory, config, placement)
-        weights = (find or partial(find_weights, digest=digest, check=check))(Path(config.weights))
-        defaults = sampling_defaults(weights.generation, Path(config.weights) / "generation_config.json")
-        tokenizer = Tokenizer.reader(Path(config.weights))  # the files may have changed when the first grammar needs it
+        directory, limit = config.directory, 0 if find else config.packed_cache_bytes
+        store = WeightsStore.of(config.cache_dir, limit) if limit else None
+        hashes, check = FileHashes(directory, store), partial(_check_memory, config, placement)
+        weights = (find or partial(find_weights, digest=hashes.digest, check=check))(directory)
+        defaults = sampling_defaults(weights.generation, directory / "generation_config.json")
+        tokenizer = Tokenizer.reader(directory)  # the files may have changed when the first grammar needs it
         limits = _limits(config, placement)
         libraries = Libraries.of(config.library, config.cache_dir, config.has_torch)
         selected = select_backend(
@@ -76,8 +75,9 @@ def build_engine(
         cache_shape = _cache_shape(config, weights.config, placement, selected)
         backend: Backend
         if selected.library:
-            backend = CppBackend(selected, weights, cache_shape, config, packed_cache)
+            backend = CppBackend(selected, weights, cache_shape, config, hashes, store)
         else:
+            hashes.verify(weights.version)
             backends = _torch_backends(config, selected.reason)
             backend = backends.choose_backend(selected, weights, cache_shape, limits, config, announce)
         blocks, plan = backend.plan_memory(config, announce)
@@ -101,7 +101,7 @@ def build_engine(
         announce(PROVING)
         if config.deterministic:
             announce(check_batch_invariance(make_engine, limits, weights.config, context=cache_shape.context))
-        announce(_check_weights(engine, config, weights, cache_shape))
+        announce(_check_weights(engine, config, directory, weights, cache_shape))
     pool, waits = engine.scheduler.pool, selected.waits_for_build
     ready = _ready(weights, cache_shape, placement, pool, backend, defaults=defaults, waits=waits)
     return BuiltEngine(engine, grammars, ready)
@@ -164,9 +164,11 @@ def _limits(config: WorkerConfig, placement: Placement) -> StepLimits:
     )
 
 
-def _check_weights(engine: Engine, config: WorkerConfig, weights: StoredWeights, cache_shape: CacheShape) -> str:
+def _check_weights(
+    engine: Engine, config: WorkerConfig, directory: Directory, weights: StoredWeights, cache_shape: CacheShape
+) -> str:
     """Checks manifest, finite logits and golden answers; returns the result for the log. Raises ValueError."""
-    directory, shape, context = Path(config.weights), weights.config, cache_shape.context
+    shape, context = weights.config, cache_shape.context
     number_format = weight_format(cache_shape.dtype, config.quantize).kind
     is_whole = check_manifest(directory, weights.hashes)
     check_finite_logits(

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from random import Random
 
 from app.common.types import Request, RequestFailed, SamplingParams
@@ -23,6 +22,7 @@ from model.checkpoint.tensor_index import INDEX_FILE, WEIGHTS_FILE
 from model.config import ModelConfig
 from model.files import CheckpointError, entry_exists
 from model.weight_formats import KINDS
+from model.weights_version import Directory
 
 _TRIAL = "trial prompt"
 _TRIAL_TOKENS = 3
@@ -65,7 +65,7 @@ def _run(engine: Engine, requests: Sequence[Request]) -> tuple[dict[str, _Answer
 
 
 def check_finite_logits(
-    engine: Engine, directory: Path, config: ModelConfig, *, context: int, number_format: str, start_id: int | None
+    engine: Engine, directory: Directory, config: ModelConfig, *, context: int, number_format: str, start_id: int | None
 ) -> None:
     """Raises CheckpointError if the engine cannot continue every trial prompt.
 
@@ -91,7 +91,7 @@ def check_finite_logits(
         raise CheckpointError(f"{weights}: {_problem(failed[0], number_format)}")
 
 
-def check_golden(engine: Engine, directory: Path, config: ModelConfig, *, context: int, number_format: str) -> str:
+def check_golden(engine: Engine, directory: Directory, config: ModelConfig, *, context: int, number_format: str) -> str:
     """Compares the engine with golden.json and returns the result for the log. Raises CheckpointError if they differ.
 
     The arguments are those of check_finite_logits().

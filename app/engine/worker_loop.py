@@ -31,7 +31,6 @@ from app.engine.execution.engine import Engine
 from app.engine.gpu.triton_cache import keep_triton_cache
 from app.engine.guided.grammar_compile_queue import GrammarCompileQueue
 from app.engine.watchdog import HangTrace, heartbeat
-from model.files import reading_from
 
 if TYPE_CHECKING:  # it needs numpy, which the loop must not wait for
     from app.engine.guided.grammar_tracker import GrammarTracker
@@ -74,8 +73,7 @@ def run(descriptor: int, build_engine: BuildEngine) -> int:
             return 0
         logs.set_up(config.log_level, config.log_format)
         keep_triton_cache(Path(config.cache_dir) if config.cache_dir else None, os.environ)
-        files = reading_from(Path(config.weights), config.files)
-        with heartbeat(lambda: send(StepReport()), config.heartbeat_seconds), files:
+        with heartbeat(lambda: send(StepReport()), config.heartbeat_seconds):
             fault("engine.load")
             built = build_engine(config, lambda phase: send(Phase(phase)))
         send(built.ready)

@@ -26,7 +26,7 @@ from app.engine_client.open_sequences import OpenSequences
 from app.engine_client.prefix_router import PrefixRouter, block_hashes
 from app.engine_client.replica import Replica
 from app.engine_client.request_queue import RequestQueue
-from app.engine_client.supervisor import EngineStopped, WeightsFiles, read_directory
+from app.engine_client.supervisor import EngineStopped, ReadVersion, read_directory
 
 _log = logging.getLogger("inkstream")
 
@@ -78,10 +78,10 @@ class EnginePool:
         """Number of engine processes that exited."""
         return sum(engine.supervisor.restarts for engine in self.engines)
 
-    def start(self, files: WeightsFiles = read_directory) -> None:
-        """Spawns the engine processes, each of which reads the weights from `files`."""
+    def start(self, version: ReadVersion = read_directory) -> None:
+        """Spawns the engine processes, each of which reads this version of the weights."""
         for engine in self.engines:
-            engine.supervisor.start(files)
+            engine.supervisor.start(version)
 
     async def stop(self) -> None:
         """Stops the engines; open streams end with NotReady."""

@@ -22,6 +22,7 @@ from app.common.types import StepReport
 from app.engine_client.engine_process import EngineProcess, describe_exit
 from app.engine_client.memory_kills import MemoryKills
 from app.engine_client.restart_policy import MAX_CRASHES, TOKENS_TO_CLEAR, RestartPolicy
+from model.weights_version import WeightsVersion
 
 
 class EngineStopped(Exception):
@@ -37,13 +38,13 @@ _OTHER_WEIGHTS = "{}: holds other weights than the engine that ended had: restar
 _STARTING_SILENCE, _LOADING_SILENCE = 180.0, 60.0
 """Minimum timeouts without a report: until the first one (importing torch), and while loading on a busy machine."""
 
-WeightsFiles = Callable[[], Awaitable[Mapping[str, str]]]
-"""Waits until an engine may read the weights, and returns their paths (WorkerConfig.files)."""
+ReadVersion = Callable[[], Awaitable[WeightsVersion | None]]
+"""Waits until an engine may read the weights, and returns their version (WorkerConfig.version)."""
 
 
-async def read_directory() -> Mapping[str, str]:
+async def read_directory() -> WeightsVersion | None:
     """The engine reads the current files of the weights directory."""
-    return {}
+    return None
 
 
 class CrashOutcome(NamedTuple):
@@ -75,6 +76,15 @@ class Listener(Protocol):
         """The engine will not be restarted."""
 
 
+def _for_restart(config: WorkerConfig) -> WorkerConfig:
+    """A restarted process reuses the memory of its predecessor, and the other engines have allocated theirs.
+
+    The files may have been hashed long ago, so it does not rely on their hashes.
+    """
+    version = config.version.with_hashes({}) if config.version else None
+    return replace(config, version=version, concurrent_loaders=0, reserved_bytes=0)
+
+
 class Supervisor:
     """Owns the engine process and restarts it."""
 
@@ -84,7 +94,7 @@ class Supervisor:
         # Several heartbeats must fit into the timeout.
         heartbeat = min(config.heartbeat_seconds, silence_seconds / 4)
         self._config = replace(config, heartbeat_seconds=heartbeat, silence_seconds=silence_seconds)
-        self._files: WeightsFiles = read_directory
+        self._read_version: ReadVersion = read_directory
         self._listener = listener
         self._silence_seconds = silence_seconds
         self._command = command
@@ -141,9 +151,9 @@ class Supervisor:
         """Whether the engine is stopped for good."""
         return self._stopped is not None
 
-    def start(self, files: WeightsFiles = read_directory) -> None:
+    def start(self, version: ReadVersion = read_directory) -> None:
         """Spawns the engine process; `ready` is set once it has loaded."""
-        self._files = files
+        self._read_version = version
         self._tasks = [asyncio.create_task(self._supervise()), asyncio.create_task(self._watch())]
 
     async def stop(self) -> None:
@@ -195,9 +205,8 @@ class Supervisor:
             self.give_up(EngineStopped(f"{error.filename or self._command[0]}: cannot be run: {error.strerror}", 2))
             return
         try:
-            config = replace(self._config, files=await self._files())
-            # A restarted process reuses the memory of its predecessor, and the other engines have allocated theirs.
-            process.send(replace(config, concurrent_loaders=0, reserved_bytes=0) if self._version else config)
+            config = replace(self._config, version=await self._read_version())
+            process.send(_for_restart(config) if self._version else config)
             await process.closed
         finally:
             self._process = None

@@ -10,13 +10,12 @@ import time
 from collections import OrderedDict
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 
 from app.access.worker_turns import WorkAccount
 from app.common.errors import InvalidRequest
 from app.guided.grammar import Grammar
 from app.sandbox.sandbox import SandboxError, SandboxPool
-from model.files import Files
+from model.weights_version import Directory, encode_directory
 
 MISSING = (
     "this server was installed without the package llguidance, which constrained decoding needs: "
@@ -61,10 +60,9 @@ class GrammarValidator:
     Acceptances are kept per tenant, so that no tenant can find out by timing whether another uses the same grammar.
     """
 
-    def __init__(self, weights: Path, *, seconds: float, files: Files | None = None) -> None:
-        """`files`: where the processes read the tokenizer of `weights` (model/files.py)."""
-        arguments = (str(weights), json.dumps(dict(files or {})))
-        self._pool = SandboxPool("app.guided.validator_worker", *arguments, seconds=seconds, max_jobs=MAX_JOBS)
+    def __init__(self, weights: Directory, *, seconds: float) -> None:
+        worker = ("app.guided.validator_worker", encode_directory(weights))
+        self._pool = SandboxPool(*worker, seconds=seconds, max_jobs=MAX_JOBS)
         self._verdicts: OrderedDict[tuple[str | None, bytes], _Verdict] = OrderedDict()
         """By tenant, None for refusals, and hash; the least recently used first."""
         self._rewritten_bytes = 0

@@ -1,7 +1,7 @@
 """Sandboxed process that test-compiles grammars before the engine does.
 
-Started by validator.py as `python -m app.guided.validator_worker SECONDS WEIGHTS FILES`; FILES is what reading_from()
-of model/files.py takes, as JSON. The cost of a grammar is unknown until it is compiled, and the compiler cannot be
+Started by validator.py as `python -m app.guided.validator_worker SECONDS WEIGHTS`; WEIGHTS is what encode_directory()
+made. The cost of a grammar is unknown until it is compiled, and the compiler cannot be
 interrupted: this process may run out of time or memory without affecting the service.
 """
 
@@ -13,7 +13,6 @@ import re
 import sys
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from app.common.llguidance_adapter import GrammarVocabulary
@@ -26,8 +25,8 @@ from app.guided.schema_rewriter import (
     target_of,
 )
 from app.sandbox.sandbox_child import serve
-from model.files import Files, reading_from
 from model.tokenizer.tokenizer import Tokenizer
+from model.weights_version import Directory, decode_directory
 
 MEMORY_BYTES = 64 << 20
 """Memory limit of a grammar in addition to the vocabulary; the engine spends it again for each request."""
@@ -41,10 +40,9 @@ _TOO_COMPLEX = "it is too complex: make it simpler"
 _COST_MESSAGES = ("fuel", "lexer error", "Parser Error", "parser error", "schema too large", "Unable to determine")
 
 
-def main(seconds: float, weights: Path, files: Files) -> None:
+def main(seconds: float, weights: Directory) -> None:
     """Runs until the pipe closes, or a grammar exceeds a limit."""
-    with reading_from(weights, files):
-        tokenizer = Tokenizer.load(weights)
+    tokenizer = Tokenizer.load(weights)
     vocabulary = GrammarVocabulary(tokenizer.bytes_of, tokenizer.vocab_size)
 
     def handle(grammar: bytes) -> bytes:
@@ -155,4 +153,4 @@ def _problem_of_step(step: int, message: str) -> str:
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3]))
+    main(float(sys.argv[1]), decode_directory(sys.argv[2]))

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from app.chat.template_client import ChatTemplate
 from app.common import logs
-from app.common.cache_directory import cache_directory
 from app.common.cpu_topology import EngineShare, Topology, divide, read_topology
 from app.common.ipc import WorkerConfig
 from app.common.logs import START
 from app.common.settings import Settings
+from app.common.weights_store import WeightsStore
 from app.engine_client.engine_pool import EnginePool
 from app.engine_client.replica import Replica
 from app.engine_client.request_queue import RequestQueue
@@ -51,23 +49,14 @@ async def open_instance(settings: Settings, reserved_bytes: int = 0) -> ModelIns
         grammar_seconds=settings.guide_seconds,
         name=name,
         snapshot=snapshot,
-        copies=_copy_directories(settings),
+        store=WeightsStore.of(settings.cache_dir, settings.packed_cache_bytes),
     )
 
 
 def _load_facts(snapshot: WeightsSnapshot) -> tuple[ChatTemplate | None, str | None]:
     """Chat template and name of the model. Raises CheckpointError if files are missing or invalid."""
-    with snapshot.reading():
-        check_layout(snapshot.directory)
-        return ChatTemplate.load(snapshot.directory), read_model_name(snapshot.directory)
-
-
-def _copy_directories(settings: Settings) -> list[Path]:
-    """Directories for copies of weights: the cache directory is on disk, the temporary one may be in memory."""
-    folders = [cache_directory(settings.cache_dir)]
-    with contextlib.suppress(OSError):  # no writable temporary directory
-        folders.append(Path(tempfile.gettempdir()))
-    return [folder for folder in folders if folder]
+    check_layout(snapshot.directory)
+    return ChatTemplate.load(snapshot.directory), read_model_name(snapshot.directory)
 
 
 def make_engine_pool(settings: Settings, reserved_bytes: int = 0) -> EnginePool:

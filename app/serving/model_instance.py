@@ -11,12 +11,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from app.chat.template_client import ChatTemplate
 from app.common.errors import EngineError
+from app.common.weights_store import WeightsStore
 from app.engine_client.engine_pool import EnginePool
 from app.guided.validator import GrammarValidator
 from app.serving.weights_snapshot import WeightsFingerprint, WeightsSnapshot
@@ -25,6 +26,7 @@ from app.tokenization.tokenizer_sandbox import TokenizerSandbox
 from app.tokenization.tokenizer_trial import check_vocabulary, try_tokenizer
 from model.checkpoint.hub import source_of
 from model.tokenizer.tokenizer import Tokenizer
+from model.weights_version import WeightsVersion
 
 _log = logging.getLogger("inkstream")
 
@@ -42,17 +44,17 @@ class ModelInstance:
         grammar_seconds: float,
         name: str | None = None,
         snapshot: WeightsSnapshot | None = None,
-        copies: Sequence[Path] = (),
+        store: WeightsStore | None = None,
     ) -> None:
         """`fingerprint` is the directory's fingerprint from before anything was read.
 
         name: the model's name for clients, by default that of the directory.
         snapshot: of the weights, owned by this object; without one, restarted processes read the directory again.
-        copies: folders for copies of weights that take space.
+        store: for copies of large weights.
         """
         self.weights = weights
         self._snapshot = snapshot or WeightsSnapshot(weights, {}, {})
-        self._copies = copies
+        self._store = store
         self._copying: asyncio.Task[None] | None = None
         self.fingerprint = fingerprint
         self.source = source_of(weights)
@@ -63,7 +65,7 @@ class ModelInstance:
         """The names by which a request may ask for it."""
         self.created = int(time.time())
         self.engine = engine
-        self.grammar_validator = GrammarValidator(weights, seconds=grammar_seconds, files=self._snapshot.files)
+        self.grammar_validator = GrammarValidator(self._snapshot.directory, seconds=grammar_seconds)
         self.chat_template = chat_template
         self.tokenizer: Tokenizer | None = None
         """None until it is loaded."""
@@ -83,19 +85,18 @@ class ModelInstance:
     def start(self) -> None:
         """Starts the engine, which imports its modules while the weights are copied, and then loads."""
         if not self.source:  # files of the Hub's cache are never written again
-            self._copying = asyncio.create_task(asyncio.to_thread(self._snapshot.copy, self._copies))
-        self.engine.start(self._copied_files)
+            self._copying = asyncio.create_task(asyncio.to_thread(self._snapshot.keep, self._store))
+        self.engine.start(self._kept_version)
 
     async def load(self) -> None:
         """Loads the tokenizer while the engine loads. Raises TokenizerError; waits forever for an engine that fails."""
-        await self._copied_files()
+        await self._kept_version()
         tokenizer, _ = await asyncio.gather(asyncio.to_thread(self._load_tokenizer), self._check_chat_template())
         ready = await self.engine.wait_ready()
         check_vocabulary(self.weights, tokenizer, ready.vocab_size)
         if tokenizer.unproven:
             _log.info("the tokenizer is not proven to be fast: texts are tokenized in sandboxed processes")
-            with self._snapshot.reading():
-                self._sandbox = TokenizerSandbox(self.weights)
+            self._sandbox = TokenizerSandbox(self._snapshot.directory)
         self.tokenizer = tokenizer
 
     def text_encoder(self) -> TextEncoder:
@@ -141,11 +142,11 @@ class ModelInstance:
             await asyncio.gather(self._copying, return_exceptions=True)
         self._snapshot.close()
 
-    async def _copied_files(self) -> Mapping[str, str]:
-        """Copies the weights; returns where processes read them, unaffected by later writes to the directory."""
+    async def _kept_version(self) -> WeightsVersion | None:
+        """Waits for the copies; returns what processes read, unaffected by later writes to the directory."""
         if self._copying:
             await asyncio.shield(self._copying)
-        return self._snapshot.files
+        return self._snapshot.version if self._snapshot.version.files else None
 
     async def _check_chat_template(self) -> None:
         """Warns of a template that cannot be compiled: completions work without it."""
@@ -153,7 +154,6 @@ class ModelInstance:
             _log.warning("%s; chats get status 400, completions work", problem)
 
     def _load_tokenizer(self) -> Tokenizer:
-        with self._snapshot.reading():
-            tokenizer = try_tokenizer(self.weights)
+        tokenizer = try_tokenizer(self._snapshot.directory)
         _ = tokenizer.bytes_of  # computed on first use, which must not happen on the event loop
         return tokenizer

@@ -1,33 +1,28 @@
 """Snapshot of a weights directory, which stays readable when the directory changes, and change detection.
 
 open() -- opens every file: renamed, unlinked or relinked files stay readable
-copy() -- makes a private copy of each opened file: files overwritten in place stay readable
+keep() -- replaces what may be overwritten in place by private copies: small files in memory, large ones in the store
 
-Copies are unlinked files: they share storage with the original if the file system supports it (reflink), otherwise they
-are in the cache or temporary directory if they fit, and they vanish with this process. Other processes read them
-through /proc/PID/fd (model/files.py).
+A large file that the store knows by its identity is neither copied nor read: the snapshot opens the copy that is there.
+Other processes read the files through /proc/PID/fd, so nothing that happens to the store changes them either.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import logging
 import os
-import shutil
 import stat
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
-from app.common.fault_injection import fault
-from app.common.operating_system import is_in_memory
+from app.common.weights_store import WeightsStore
+from app.serving.stored_copies import StoredCopies, in_memory, reflinked
 from model.checkpoint.manifest import check_manifest
 from model.checkpoint.tensor_index import check_layout
-from model.files import CheckpointError, Files, reading_from, regular_file
+from model.files import CheckpointError, regular_file
+from model.weights_version import Directory, WeightsVersion
 
 # Names, inodes, sizes and times of its files, and its real path, so that switching a symlink counts as a change.
 
@@ -80,21 +75,19 @@ _SUFFIXES = (".json", ".jinja", ".safetensors")
 _SMALL_BYTES = 1 << 20
 """A manifest may name files that are not weights: only small ones are kept."""
 _MAX_FILES = 256
-_MAX_COPIED_BYTES, _MAX_IN_MEMORY_BYTES = 1 << 30, 24 << 20
-"""Limits of all copies together, on disk and in a memory file system."""
-_SHARE_OF_FREE_SPACE = 0.5
-_FICLONE = 0x40049409
+_MAX_IN_MEMORY_BYTES = 24 << 20
+"""Limit of the copies in memory; larger files are copied to the store."""
 _REPLACE = "replace files of the weights by renaming new ones over them (rsync, mv), never in place (cp)"
 
 
 class WeightsSnapshot:
     """The opened files of one weights directory. The owner closes it once no process may start from it."""
 
-    def __init__(self, directory: Path, descriptors: dict[str, int], files: Files) -> None:
-        self.directory = directory
-        self.files = files
-        """The argument of reading_from(); empty if the files could not be opened: the directory itself is read."""
+    def __init__(self, directory: Path, descriptors: dict[str, int], files: Mapping[str, str]) -> None:
+        """files: name -> where it is read; empty if the files could not be opened."""
+        self.version = WeightsVersion(directory=str(directory), files=dict(files))
         self._descriptors = descriptors
+        self._stored: StoredCopies | None = None
 
     @classmethod
     def open(cls, directory: Path) -> WeightsSnapshot:
@@ -118,34 +111,60 @@ class WeightsSnapshot:
         files = {name: f"{folder}/{descriptors[name]}" if name in descriptors else "" for name in names}
         return cls(directory, descriptors, files if descriptors else {})
 
-    @contextlib.contextmanager
-    def reading(self) -> Iterator[None]:
-        """Within this context the directory's files are read as the snapshot has them."""
-        with reading_from(self.directory, self.files):
-            yield
+    @property
+    def directory(self) -> Directory:
+        """The weights as they were when the snapshot was taken; the directory itself if nothing could be opened."""
+        return self.version if self.version.files else self.version.path
 
-    def copy(self, folders: Sequence[Path]) -> None:
-        """Replaces each descriptor with a private copy, smallest files first. Never raises: logs files without a copy.
-
-        folders: for copies that take space, in order of preference.
-        """
-        total, failed = 0, dict[str, str]()
+    def keep(self, store: WeightsStore | None) -> None:
+        """Replaces each descriptor with a private copy. Never raises: logs files without a copy."""
+        total, failed, large = 0, dict[str, str](), list[str]()
         for size, name in sorted((os.fstat(number).st_size, name) for name, number in self._descriptors.items()):
+            total += size
+            if total > _MAX_IN_MEMORY_BYTES:
+                large.append(name)
+                continue
             try:
-                total += size
-                with _private_copy(self._descriptors[name], self.directory, folders, total=total) as copy:
-                    os.dup2(copy.fileno(), self._descriptors[name], inheritable=False)
+                self._replace(name, in_memory(self._descriptors[name], name))
             except OSError as error:
                 failed[name] = str(error.strerror)
+        if large:
+            failed |= self._keep_large(large, store)
         if failed:
-            reason = ", ".join(f"{name} ({reason})" for name, reason in failed.items())
-            _log.warning("%s: no private copy of %s: %s", self.directory, reason, _REPLACE)
+            names = {reason: [name for name in failed if failed[name] == reason] for reason in failed.values()}
+            what = ", ".join(f"{', '.join(names[reason])} ({reason})" for reason in names)
+            _log.warning("%s: no private copy of %s: %s", self.version, what, _REPLACE)
 
     def close(self) -> None:
         """Closes all files; idempotent."""
         for descriptor in self._descriptors.values():
             os.close(descriptor)
-        self._descriptors, self.files = {}, {}
+        if self._stored:
+            self._stored.close()
+        self._descriptors, self._stored, self.version = {}, None, WeightsVersion(directory=self.version.directory)
+
+    def _replace(self, name: str, copy: int) -> None:
+        """Lets `name` be read from this descriptor, which is closed."""
+        os.dup2(copy, self._descriptors[name], inheritable=False)
+        os.close(copy)
+
+    def _keep_large(self, names: list[str], store: WeightsStore | None) -> dict[str, str]:
+        """Replaces the descriptors of these files; returns why some have no copy."""
+        problem = "there is no cache directory: give one with --cache-dir"
+        if store:
+            self._stored = StoredCopies(store, self.version, self._descriptors, names)
+            if not (problem := self._stored.find_or_make()):
+                for name, copy in self._stored.copies.items():
+                    self._replace(name, copy)
+                self.version = self.version.with_hashes(self._stored.hashes)
+                return {}
+        failed = {}
+        for name in names:
+            try:
+                self._replace(name, reflinked(self._descriptors[name], self.version.path))
+            except OSError:
+                failed[name] = problem
+        return failed
 
 
 def _open(path: Path) -> int | None:
@@ -163,50 +182,3 @@ def _open(path: Path) -> int | None:
         return descriptor
     os.close(descriptor)
     return None
-
-
-def _private_copy(descriptor: int, directory: Path, folders: Sequence[Path], *, total: int) -> BinaryIO:
-    """An unlinked file with the same content. Raises OSError with the reason if there is none.
-
-    total: bytes of this copy and all previous ones.
-    """
-    fault("weights.copy")
-    with contextlib.suppress(OSError):
-        return _reflink(descriptor, directory)
-    problem = OSError(0, "no temporary directory")
-    for folder in folders:
-        try:
-            limit = _MAX_IN_MEMORY_BYTES if is_in_memory(folder) else _MAX_COPIED_BYTES
-            if total > limit:
-                raise OSError(0, f"more than {limit >> 20} MiB for {folder}")
-            return _copied(descriptor, folder)
-        except OSError as error:
-            problem = error
-    raise problem
-
-
-def _reflink(descriptor: int, directory: Path) -> BinaryIO:
-    """A copy that shares the original's storage. Raises OSError."""
-    copy = os.fdopen(os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600), "rb+")
-    try:
-        fcntl.ioctl(copy, _FICLONE, descriptor)
-    except BaseException:
-        copy.close()
-        raise
-    return copy
-
-
-def _copied(descriptor: int, folder: Path) -> BinaryIO:
-    """A full copy. Raises OSError, leaving nothing in the folder."""
-    size = os.fstat(descriptor).st_size
-    if size > shutil.disk_usage(folder).free * _SHARE_OF_FREE_SPACE:
-        raise OSError(0, f"{folder} has too little space")
-    copy = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (the caller closes it)
-    try:
-        offset = 0
-        while sent := os.sendfile(copy.fileno(), descriptor, offset, max(1, size - offset)):
-            offset += sent
-    except BaseException:
-        copy.close()
-        raise
-    return copy

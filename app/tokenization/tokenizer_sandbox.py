@@ -6,18 +6,16 @@ A call into the tokenizers library cannot be interrupted, and it may hold the GI
 
 from __future__ import annotations
 
-import json
 from array import array
 from collections.abc import Generator
-from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 from app.sandbox.sandbox import Sandbox, SandboxError
-from model.files import snapshot_files
 from model.tokenizer.token_spans import CompactSpans, Spans
 from model.tokenizer.tokenizer import Tokenizer
+from model.weights_version import Directory, encode_directory
 
 _MAX_RESPONSE_BYTES = 64 << 20
 
@@ -56,10 +54,8 @@ class TokenizerReply(msgspec.Struct):
 class TokenizerSandbox(Sandbox):
     """A tokenizer in child processes."""
 
-    def __init__(self, weights: Path) -> None:
-        # Children that start later still read the snapshot that is in use now (model/files.py).
-        files = json.dumps(dict(snapshot_files(weights)))
-        super().__init__("app.tokenization.tokenizer_worker", str(weights), files)
+    def __init__(self, weights: Directory) -> None:
+        super().__init__("app.tokenization.tokenizer_worker", encode_directory(weights))
 
     def ask(self, request: Encode, *, seconds: float) -> TokenizerReply:
         """The reply to a request. Raises SandboxError, EngineFailed."""

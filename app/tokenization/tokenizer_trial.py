@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -18,13 +17,14 @@ from model.files import read_bytes
 from model.tokenizer.regexes import Unproven, find_unproven
 from model.tokenizer.tokenizer import MAX_BYTES, Tokenizer, TokenizerError, read_tokenizer_json
 from model.tokenizer.tokenizer_settings import read_settings
+from model.weights_version import Directory, File
 
 _SAMPLE = "Once upon a time, 12 caf\u00e9s \u2014\n\tand \U0001f98a!"
 _SECONDS, _SECONDS_PER_BYTE = 5.0, 0.5e-6
 """Time limit for an unproven tokenizer to load and to encode the sample; common ones take 0.1 s for each MB."""
 
 
-def try_in_sandbox(directory: Path) -> Unproven:
+def try_in_sandbox(directory: Directory) -> Unproven:
     """Tries an unproven tokenizer in a sandboxed process; returns its unproven parts. Raises TokenizerError."""
     path = directory / "tokenizer.json"
     try:
@@ -52,7 +52,7 @@ def try_in_sandbox(directory: Path) -> Unproven:
     return unproven
 
 
-def _check_sample(path: Path, ids: Sequence[int]) -> None:
+def _check_sample(path: File, ids: Sequence[int]) -> None:
     if not ids:
         raise TokenizerError(f"{path}: encodes a short text to no tokens")
 
@@ -61,7 +61,7 @@ _in_use: WeakValueDictionary[bytes, Tokenizer] = WeakValueDictionary()
 """By the hash of their files. The library and Python hold the GIL while they build one: tens of ms for each MB."""
 
 
-def try_tokenizer(directory: Path) -> Tokenizer:
+def try_tokenizer(directory: Directory) -> Tokenizer:
     """Loads the tokenizer and encodes a short text. Raises TokenizerError or CheckpointError.
 
     If this process uses a tokenizer from the same files, as after new weights for the same model, returns that one.
@@ -74,7 +74,7 @@ def try_tokenizer(directory: Path) -> Tokenizer:
     return tokenizer
 
 
-def _hash_of_files(directory: Path) -> bytes:
+def _hash_of_files(directory: Directory) -> bytes:
     """SHA-256 of what load() reads; empty if it cannot be read."""
     try:
         content = read_bytes(directory / "tokenizer.json", MAX_BYTES)
@@ -84,7 +84,7 @@ def _hash_of_files(directory: Path) -> bytes:
     return hashlib.sha256(settings + b"\0" + content).digest()
 
 
-def _try_tokenizer(directory: Path) -> Tokenizer:
+def _try_tokenizer(directory: Directory) -> Tokenizer:
     path = directory / "tokenizer.json"
     unproven = try_in_sandbox(directory)  # before this process loads it
     with _library_errors(path):
@@ -98,7 +98,7 @@ def _try_tokenizer(directory: Path) -> Tokenizer:
     return tokenizer
 
 
-def check_vocabulary(directory: Path, tokenizer: Tokenizer, model_size: int) -> None:
+def check_vocabulary(directory: Directory, tokenizer: Tokenizer, model_size: int) -> None:
     """Raises TokenizerError if the tokenizer has ids that the model does not."""
     if tokenizer.vocab_size > model_size:
         path = directory / "tokenizer.json"
@@ -106,7 +106,7 @@ def check_vocabulary(directory: Path, tokenizer: Tokenizer, model_size: int) -> 
 
 
 @contextlib.contextmanager
-def _library_errors(path: Path) -> Iterator[None]:
+def _library_errors(path: File) -> Iterator[None]:
     """Turns bare Exceptions and panics (which are not Exceptions) of the tokenizers library into TokenizerErrors."""
     try:
         yield

@@ -1,24 +1,22 @@
-"""python -m app.tokenization.tokenizer_worker WEIGHTS FILES: sandboxed tokenizer process.
+"""python -m app.tokenization.tokenizer_worker WEIGHTS: sandboxed tokenizer process.
 
-tokenizer_sandbox.py starts it and sends requests. FILES is the argument of reading_from() of model/files.py, as JSON.
+tokenizer_sandbox.py starts it and sends requests. WEIGHTS is what encode_directory() made.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 from array import array
 from functools import cached_property
-from pathlib import Path
 
 import msgspec
 
 from app.sandbox.sandbox_child import confine, serve
 from app.tokenization.tokenizer_sandbox import Encode, TokenizerReply, slices_of
-from model.files import Files, reading_from
 from model.tokenizer.token_spans import run_to_completion
 from model.tokenizer.tokenizer import Tokenizer
+from model.weights_version import Directory, decode_directory
 
 _LOADING_BYTES = 8 << 30
 """Address space limit while the tokenizer loads, which may have 64 MiB of JSON."""
@@ -31,14 +29,13 @@ _SECONDS = 60.0
 class _Worker:
     """Handles requests for one tokenizer."""
 
-    def __init__(self, weights: Path, files: Files) -> None:
-        self._weights, self._files = weights, files
+    def __init__(self, weights: Directory) -> None:
+        self._weights = weights
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """Raises TokenizerError."""
-        with reading_from(self._weights, self._files):
-            return Tokenizer.load(self._weights)
+        return Tokenizer.load(self._weights)
 
     def handle(self, content: bytes) -> bytes:
         """Handles one encoded request; returns the encoded response."""
@@ -62,14 +59,14 @@ class _Worker:
         return TokenizerReply(ids=array("I", ids).tobytes())
 
 
-def main(weights: Path, files: Files) -> None:
+def main(weights: Directory) -> None:
     """Runs until the pipe closes."""
     confine(_LOADING_BYTES)
-    worker = _Worker(weights, files)
+    worker = _Worker(weights)
     with contextlib.suppress(BaseException):  # a Rust panic is none of Exception; the first reply reports the error
         _ = worker.tokenizer  # load now, so that the first text does not wait for it
     serve(worker.handle, seconds=_SECONDS, more_bytes=_MEMORY_BYTES)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), json.loads(sys.argv[2]))
+    main(decode_directory(sys.argv[1]))

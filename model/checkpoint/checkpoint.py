@@ -6,7 +6,6 @@ import json
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from model.families.registry import family_of, write_config
 from model.files import CheckpointError
 from model.nn.transformer import Decoder
 from model.number_formats import Array
+from model.weights_version import Directory
 
 
 def all_finite(tensor: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ class Checkpoint:
     weights: StoredWeights
 
 
-def load(directory: Path, *, device: torch.device, dtype: torch.dtype) -> Checkpoint:
+def load(directory: Directory, *, device: torch.device, dtype: torch.dtype) -> Checkpoint:
     """Loads and checks everything: names, shapes, dtypes, finite numbers. Raises CheckpointError.
 
     Memory: one copy in `dtype` on `device`, plus the files' pages, which the system can reclaim.

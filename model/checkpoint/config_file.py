@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from model.checkpoint.tensor_index import check_layout
@@ -10,14 +9,15 @@ from model.config import ConfigError, ModelConfig
 from model.families.registry import read_config
 from model.families.spec import FamilySpec
 from model.files import CheckpointError, read_json
+from model.weights_version import Directory
 
 
-def load_config(directory: Path) -> ModelConfig:
+def load_config(directory: Directory) -> ModelConfig:
     """The architecture. Raises CheckpointError."""
     return read_config_file(directory)[2]
 
 
-def read_config_file(directory: Path) -> tuple[dict[str, Any], FamilySpec, ModelConfig]:
+def read_config_file(directory: Directory) -> tuple[dict[str, Any], FamilySpec, ModelConfig]:
     """Content of the file, the model family, and the architecture. Raises CheckpointError."""
     check_layout(directory, with_tokenizer=False)
     path = directory / "config.json"

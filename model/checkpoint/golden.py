@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
 from typing import Annotated
 
@@ -18,6 +17,7 @@ from msgspec import Meta, Struct
 
 from model.config import ModelConfig
 from model.files import CheckpointError, entry_exists, read_struct
+from model.weights_version import Directory, File
 
 GOLDEN_FILE = "golden.json"
 TOLERANCE = 1e-3
@@ -37,7 +37,7 @@ class _Content(Struct):
 class Golden:
     """Content of a golden.json."""
 
-    path: Path
+    path: File
     prompt: tuple[int, ...]
     logprobs: tuple[float, ...]
     """Of each token of the prompt but the first."""
@@ -74,7 +74,7 @@ class Golden:
             )
 
 
-def read_golden(directory: Path, config: ModelConfig) -> Golden | None:
+def read_golden(directory: Directory, config: ModelConfig) -> Golden | None:
     """golden.json of a model with this config; None without the file. Raises CheckpointError."""
     path = directory / GOLDEN_FILE
     if not entry_exists(path):

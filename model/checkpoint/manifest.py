@@ -10,15 +10,15 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated
 
 from msgspec import Meta, Struct
 
 from model.files import MODEL_NAME, CheckpointError, entry_exists, read_struct, regular_file, sha256
+from model.weights_version import Directory, File
 
 MANIFEST_FILE = "manifest.json"
-_NO_HASHES: Mapping[Path, str] = {}
+_NO_HASHES: Mapping[File, str] = {}
 
 
 class _Name(Struct):
@@ -43,12 +43,12 @@ def manifest_of(hashes: Mapping[str, str], model_name: str | None = None) -> byt
     return (json.dumps({**name, "sha256": dict(sorted(hashes.items()))}, indent=2) + "\n").encode()
 
 
-def read_model_name(directory: Path) -> str | None:
+def read_model_name(directory: Directory) -> str | None:
     """The name that the manifest gives the model. Raises CheckpointError for one that clients could not write."""
     return read_struct(directory / MANIFEST_FILE, _Name, optional=True).name
 
 
-def check_manifest(directory: Path, known: Mapping[Path, str] = _NO_HASHES) -> bool:
+def check_manifest(directory: Directory, known: Mapping[File, str] = _NO_HASHES) -> bool:
     """Whether there is a manifest. Raises CheckpointError if a file is missing or differs from it.
 
     known: hashes of large files that the caller has just read.
@@ -58,7 +58,9 @@ def check_manifest(directory: Path, known: Mapping[Path, str] = _NO_HASHES) -> b
         return False
     for name, expected in read_struct(path, _Hashes).sha256.items():
         file = directory / name
-        if (known.get(file) or sha256(regular_file(file))) != expected:
+        if file not in known:
+            regular_file(file)
+        if (known.get(file) or sha256(file)) != expected:
             raise CheckpointError(
                 f"{file}: differs from {MANIFEST_FILE}: the directory is incomplete or was "
                 f"changed by hand (remove {MANIFEST_FILE} if the files are meant to differ from it)"

@@ -11,7 +11,6 @@ import math
 import mmap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,6 +22,7 @@ from model.families.spec import FamilySpec, Tensor, TensorMapping
 from model.files import CheckpointError, read_json, regular_file, sha256
 from model.number_formats import Array, all_finite, as_float32, rounded_to_bfloat16
 from model.parameter_shapes import count_parameters
+from model.weights_version import Directory, File
 
 _DTYPE_HINT = "; if inkstream check accepts the weights, serve them with --dtype float32"
 
@@ -36,7 +36,7 @@ _MAX_EOS_IDS = 64
 """Every request carries them to the engine."""
 
 
-def check_sizes(path: Path, config: ModelConfig, index: TensorIndex) -> None:
+def check_sizes(path: File, config: ModelConfig, index: TensorIndex) -> None:
     """Rejects configs far larger than the files; _match() checks each tensor. Raises CheckpointError."""
     layers, n_tensors = config.n_layers + config.n_encoder_layers, len(index.tensors)
     if layers > n_tensors:
@@ -90,7 +90,7 @@ class StoredWeights:
     """Name of a tensor of the Decoder -> where it comes from, with the names in the files."""
     tensors: Mapping[str, StoredTensor] = field(default_factory=dict)
     """The tensors of the files."""
-    hashes: Mapping[Path, str]
+    hashes: Mapping[File, str]
     """Hexadecimal SHA-256 of each safetensors file."""
 
     @property
@@ -139,7 +139,7 @@ def _accept(_config: ModelConfig) -> None:
 
 
 def find_weights(
-    directory: Path, digest: Callable[[Path], str] = sha256, check: Callable[[ModelConfig], None] = _accept
+    directory: Directory, digest: Callable[[File], str] = sha256, check: Callable[[ModelConfig], None] = _accept
 ) -> StoredWeights:
     """Checks everything but the numbers: names, shapes, dtypes, sizes. Raises CheckpointError.
 
@@ -247,7 +247,7 @@ def _match(family: FamilySpec, config: ModelConfig, index: TensorIndex) -> dict[
     return mappings
 
 
-def _eos_ids(path: Path, raw: Any, vocab_size: int) -> tuple[int, ...]:
+def _eos_ids(path: File, raw: Any, vocab_size: int) -> tuple[int, ...]:
     ids = raw if isinstance(raw, list) else [] if raw is None else [raw]
     if not all(type(i) is int and 0 <= i < vocab_size for i in ids):
         raise CheckpointError(f"{path}: eos_token_id {raw!r} is not an id below {vocab_size}")

@@ -25,10 +25,10 @@ from model.files import (
     read_struct,
     regular_file,
     reject_lfs_pointer,
-    snapshot_names,
     unfinished_run,
 )
 from model.tokenizer.tokenizer import read_names
+from model.weights_version import Directory, File, WeightsVersion, path_of
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -40,14 +40,13 @@ _MERGE = (
 _WHERE_FROM = "train a model with inkstream train, bring one, or name one of the Hugging Face Hub: org/name"
 
 
-def check_layout(directory: Path, *, with_tokenizer: bool = True) -> None:
+def check_layout(directory: Directory, *, with_tokenizer: bool = True) -> None:
     """Checks that the required files exist. Raises CheckpointError."""
-    if (names := snapshot_names(directory)) is None:
-        names = _list_names(directory)
+    names = set(directory.files) if isinstance(directory, WeightsVersion) else _list_names(directory)
     if problem := adapter_problem(names):
         raise CheckpointError(f"{directory / 'adapter_config.json'}: {problem}")
     if needed := missing_file(names, with_tokenizer=with_tokenizer):
-        if command := unfinished_run(directory):
+        if command := unfinished_run(path_of(directory)):
             raise CheckpointError(f"{directory}: unfinished training run without a model yet; continue: {command}")
         hint = remedy(needed, names) or f"; a model directory has config.json, {WEIGHTS_FILE} and tokenizer.json"
         raise CheckpointError(f"{directory}/{needed}: no such file{hint}")
@@ -121,7 +120,7 @@ _MAX_TEMPLATE_BYTES = 1 << 20
 class ChatTemplateFile:
     """Jinja template that renders chat messages to a prompt."""
 
-    path: Path
+    path: File
     """The file that holds it."""
     source: str
     names: dict[str, str]
@@ -133,9 +132,10 @@ class _TemplateField(Struct):
     """A list has named templates, of which only the one named "default" is read."""
 
 
-def read_chat_template(directory: Path) -> ChatTemplateFile | None:
+def read_chat_template(directory: Directory) -> ChatTemplateFile | None:
     """The chat template of the weights, or None. Raises CheckpointError if it cannot be read."""
-    path, source = directory / "chat_template.jinja", None
+    path: File = directory / "chat_template.jinja"
+    source = None
     try:
         if entry_exists(path):
             source = read_bytes(path, _MAX_TEMPLATE_BYTES).decode()
@@ -149,7 +149,7 @@ def read_chat_template(directory: Path) -> ChatTemplateFile | None:
     return None if source is None else ChatTemplateFile(path=path, source=source, names=read_names(directory))
 
 
-def _template_field(path: Path) -> str | None:
+def _template_field(path: File) -> str | None:
     value = read_struct(path, _TemplateField, optional=True).chat_template
     if not isinstance(value, list):
         return value
@@ -165,7 +165,7 @@ class StoredTensor:
     """One tensor on disk, as the header of its file describes it."""
 
     name: str
-    path: Path
+    path: File
     dtype: str
     shape: tuple[int, ...]
     start: int
@@ -174,7 +174,7 @@ class StoredTensor:
     """How the file begins, up to its first number: another file may lie there when the tensor is read."""
 
 
-def read_header(path: Path) -> dict[str, StoredTensor]:
+def read_header(path: File) -> dict[str, StoredTensor]:
     """Name -> tensor. Raises CheckpointError, also if the file is not as long as its header says.
 
     safetensors checks the header: https://github.com/huggingface/safetensors. A longer one than a model needs is
@@ -223,30 +223,38 @@ class _Index(Struct):
 class TensorIndex:
     """All tensors of a weights directory."""
 
-    source: Path
+    source: File
     """The safetensors file, or the index of the shards."""
     tensors: Mapping[str, StoredTensor]
 
     @property
-    def paths(self) -> list[Path]:
+    def paths(self) -> list[File]:
         """The files, sorted by name."""
-        return sorted({stored.path for stored in self.tensors.values()})
+        return sorted({stored.path for stored in self.tensors.values()}, key=str)
 
 
-def version_of(hashes: Mapping[Path, str]) -> str:
+def version_of(hashes: Mapping[File, str]) -> str:
     """SHA-256 of the single file, or of the concatenated hexadecimal SHA-256s of its shards."""
     parts = list(hashes.values())
     return parts[0] if len(parts) == 1 else hashlib.sha256("".join(parts).encode()).hexdigest()
 
 
-def find_tensors(directory: Path) -> TensorIndex:
+def weight_files(directory: Directory) -> list[File]:
+    """The safetensors files of a directory, in the order of version_of(). Raises CheckpointError."""
+    whole, index = directory / WEIGHTS_FILE, directory / INDEX_FILE
+    if entry_exists(whole) or not entry_exists(index):
+        return [whole]
+    return [directory / shard for shard in sorted(shard_names(index))]
+
+
+def find_tensors(directory: Directory) -> TensorIndex:
     """Indexes all tensors; each file must hold exactly what the index lists. Raises CheckpointError."""
     whole, index = directory / WEIGHTS_FILE, directory / INDEX_FILE
     if entry_exists(whole) or not entry_exists(index):
         return TensorIndex(whole, read_header(whole))
     shard_of = read_struct(index, _Index).weight_map
     found: dict[str, StoredTensor] = {}
-    for path in sorted({directory / shard for shard in shard_of.values()}):
+    for path in (directory / shard for shard in sorted(set(shard_of.values()))):
         for name, stored in read_header(path).items():
             if (indexed := shard_of.get(name)) != path.name:
                 where = f"assigns to {indexed}" if indexed else "does not list"
@@ -259,6 +267,6 @@ def find_tensors(directory: Path) -> TensorIndex:
     return TensorIndex(index, found)
 
 
-def shard_names(index: Path) -> set[str]:
+def shard_names(index: File) -> set[str]:
     """File names of the shards. Raises CheckpointError."""
     return set(read_struct(index, _Index).weight_map.values())

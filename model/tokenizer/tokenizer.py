@@ -13,7 +13,6 @@ import json
 from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import cached_property
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -44,6 +43,7 @@ from model.tokenizer.token_spans import (
 )
 from model.tokenizer.tokenizer_classes import with_settings
 from model.tokenizer.tokenizer_settings import TokenizerSettings, read_settings
+from model.weights_version import Directory, File
 
 MAX_BYTES = 64 << 20
 
@@ -69,7 +69,7 @@ class _File(msgspec.Struct):
     decoder: TextStep | None = None
 
 
-def read_tokenizer_json(path: Path) -> str:
+def read_tokenizer_json(path: File) -> str:
     """Content of a tokenizer.json, after checks of its size, ids and steps. Raises ValueError naming the file."""
     content = read_bytes(path, MAX_BYTES)
     try:
@@ -97,7 +97,7 @@ def read_tokenizer_json(path: Path) -> str:
     return text
 
 
-def read_names(directory: Path) -> dict[str, str]:
+def read_names(directory: Directory) -> dict[str, str]:
     """Special tokens ("bos_token", ... -> text) of the files next to a tokenizer.json. Raises CheckpointError.
 
     The files may be absent; roles without a token are omitted.
@@ -186,12 +186,12 @@ class Tokenizer:
         """The token that ends a text."""
 
     @classmethod
-    def load(cls, directory: Path) -> Tokenizer:
+    def load(cls, directory: Directory) -> Tokenizer:
         """Reads tokenizer.json, and the names of special tokens from the files next to it. Raises TokenizerError."""
         return cls.reader(directory)()
 
     @classmethod
-    def reader(cls, directory: Path) -> Callable[[], Tokenizer]:
+    def reader(cls, directory: Directory) -> Callable[[], Tokenizer]:
         """load() in two steps: reads the files now; the returned function builds the tokenizer (slow, takes memory).
 
         Both raise TokenizerError.
@@ -205,7 +205,7 @@ class Tokenizer:
         return lambda: cls._build(path, text, settings)
 
     @classmethod
-    def _build(cls, path: Path, text: str, settings: TokenizerSettings) -> Tokenizer:
+    def _build(cls, path: File, text: str, settings: TokenizerSettings) -> Tokenizer:
         try:
             rust = RustTokenizer.from_str(text)
             rust.no_truncation()  # the service enforces the prompt length

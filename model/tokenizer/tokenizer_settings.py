@@ -8,13 +8,13 @@ post_processor says what is added.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NoReturn
 
 import msgspec
 
 from model.files import CheckpointError, read_json
 from model.tokenizer.size_limits import LARGEST_ID, LONGEST_PIECE, MAX_ENTRIES
+from model.weights_version import Directory, File
 
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -63,7 +63,7 @@ class TokenizerSettings(msgspec.Struct, frozen=True, kw_only=True):
         return {role: token.content for role in ROLES if (token := self.roles.get(role))}
 
 
-def read_settings(directory: Path) -> TokenizerSettings:
+def read_settings(directory: Directory) -> TokenizerSettings:
     """Reads and validates the files; any of them may be absent. Raises CheckpointError."""
     path = directory / "tokenizer_config.json"
     config, names, legacy = (
@@ -104,7 +104,7 @@ def read_settings(directory: Path) -> TokenizerSettings:
     return settings
 
 
-def _refuse(path: Path, problem: str) -> NoReturn:
+def _refuse(path: File, problem: str) -> NoReturn:
     raise CheckpointError(f"{path}: {problem}")
 
 
@@ -116,17 +116,17 @@ def _is_token_object(value: Any) -> bool:
     return isinstance(value, dict) and value.get("__type") == "AddedToken"
 
 
-def _role(path: Path, name: str, value: Any) -> TokenSettings | None:
+def _role(path: File, name: str, value: Any) -> TokenSettings | None:
     return None if value is None or value == "" else _token(path, name, value)
 
 
-def _list(path: Path, value: Any) -> list[TokenSettings]:
+def _list(path: File, value: Any) -> list[TokenSettings]:
     if not isinstance(value, list):
         _refuse(path, "additional_special_tokens and extra_special_tokens must be lists of tokens")
     return [_token(path, "additional_special_tokens", item) for item in value]
 
 
-def _added(path: Path, value: Any) -> dict[int, TokenSettings]:
+def _added(path: File, value: Any) -> dict[int, TokenSettings]:
     """added_tokens_decoder: id -> token."""
     if not isinstance(value, dict):
         _refuse(path, "added_tokens_decoder must map ids to tokens")
@@ -140,7 +140,7 @@ def _added(path: Path, value: Any) -> dict[int, TokenSettings]:
     return tokens
 
 
-def _legacy(path: Path, value: Mapping[str, Any], special: set[str]) -> dict[int, TokenSettings]:
+def _legacy(path: File, value: Mapping[str, Any], special: set[str]) -> dict[int, TokenSettings]:
     """added_tokens.json: token -> id."""
     tokens = {}
     for content, token in value.items():
@@ -152,7 +152,7 @@ def _legacy(path: Path, value: Mapping[str, Any], special: set[str]) -> dict[int
     return tokens
 
 
-def _token(path: Path, name: str, value: Any) -> TokenSettings:
+def _token(path: File, name: str, value: Any) -> TokenSettings:
     try:
         if isinstance(value, str):
             token = TokenSettings(content=value)
@@ -167,14 +167,14 @@ def _token(path: Path, name: str, value: Any) -> TokenSettings:
     return token
 
 
-def _text(path: Path, config: Mapping[str, Any], name: str) -> str:
+def _text(path: File, config: Mapping[str, Any], name: str) -> str:
     value = config.get(name)
     if value is not None and not isinstance(value, str):
         _refuse(path, f"{name} must be a string")
     return (value or "").removesuffix("Fast")
 
 
-def _flag(path: Path, config: Mapping[str, Any], name: str) -> bool | None:
+def _flag(path: File, config: Mapping[str, Any], name: str) -> bool | None:
     value = config.get(name)
     if value is not None and not isinstance(value, bool):
         _refuse(path, f"{name} must be true or false")

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from app.common import weights_store
 from app.common.ipc import WorkerConfig
 from app.common.startup_timer import LOADING_WEIGHTS, PHASES, PROVING, WARMING_UP
 from app.engine import startup
@@ -109,7 +110,7 @@ def test_weights_beyond_the_free_memory_are_refused_before_they_are_read(
     config = _config(tmp_path, **changes)
     needed = math.ceil(count_parameters(load_config(tmp_path)) * share)
     hashed: list[Path] = []
-    monkeypatch.setattr(startup, "sha256", lambda path: hashed.append(path) or sha256(path))
+    monkeypatch.setattr(weights_store, "sha256", lambda path: hashed.append(path) or sha256(path))
     monkeypatch.setattr(startup, "free_memory", lambda: needed - 1)
     with pytest.raises(EngineStartError, match=r"the weights take \d+ [KM]iB of memory, and \d+ [KM]iB are free"):
         build_engine(config)

@@ -227,3 +227,27 @@ def test_completions_grammars_and_chats_keep_the_served_version(
         server.process.send_signal(signal.SIGHUP)
         assert server.wait_for(lambda before=before: _model(server) != before), server.log_text()
     promise.all_of("outputs identical to those before the copy, all helper processes killed after it", trials)
+
+
+@pytest.mark.parametrize("method", ["in place", "directory moved"])
+def test_streams_survive_an_engine_kill_during_a_copy_of_weights_that_are_in_the_store(
+    serve: Services, tmp_path: Path, sets: list[Path], method: str
+) -> None:
+    """Large weights are copied to the cache directory, which is removed meanwhile, too."""
+    for number, directory in enumerate(sets):
+        with (directory / "model.safetensors").open("ab") as file:
+            file.write(random.Random(number).randbytes(25 << 20))  # the fake engine reads no tensors
+        (directory / "manifest.json").unlink(missing_ok=True)
+    directory, cache = Path(shutil.copytree(sets[0], tmp_path / "weights")), tmp_path / "cache"
+    server = serve("--cache-dir", str(cache), weights=directory, fake_ms=5)
+    assert server.wait_for(lambda: len(list(cache.glob("weights-store/*/version.json"))) == 1), server.log_text()
+    specs = _specs(max_tokens=100)
+    expected, copy = outputs(send_all(server, specs)), COPY_METHODS[method]
+    n_steps = sum(1 for _ in copy(sets[1], Path(shutil.copytree(sets[0], tmp_path / "counted"))))
+    shutil.rmtree(cache)
+    found = _kill_during(server, copy(sets[1], directory), n_steps - 1, specs)
+    trials = compare_outputs(server, found, expected)
+    assert not trials.first_difference, trials.first_difference
+    _reload(server)
+    assert outputs(send_all(server, specs)) != expected
+    assert server.wait_for(lambda: len(list(cache.glob("weights-store/*/version.json"))) == 1), server.log_text()

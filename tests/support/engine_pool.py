@@ -12,7 +12,7 @@ from app.engine_client.engine_pool import EnginePool
 from app.engine_client.open_sequences import Writes
 from app.engine_client.replica import Replica
 from app.engine_client.request_queue import RequestQueue
-from app.engine_client.supervisor import EngineStopped, WeightsFiles, read_directory
+from app.engine_client.supervisor import EngineStopped, ReadVersion, read_directory
 from app.generation.completion import Completion, CompletionTimes, Timeouts
 from app.generation.request import CompletionEvent, Delta, Finished, TokenDetail
 
@@ -61,7 +61,7 @@ class FakeSupervisor:
     def send(self, frame: Down) -> None:
         self.frames.append(frame)
 
-    def start(self, _files: WeightsFiles = read_directory) -> None:
+    def start(self, _version: ReadVersion = read_directory) -> None:
         self.load()
 
     async def stop(self) -> None:

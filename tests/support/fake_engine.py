@@ -11,7 +11,6 @@ import sys
 import time
 from array import array
 from collections.abc import Callable
-from pathlib import Path
 
 from app.common.fault_injection import fault
 from app.common.ipc import Ready, WorkerConfig
@@ -108,7 +107,7 @@ def assemble(step_seconds: float) -> Callable[[WorkerConfig, Callable[[str], Non
 
 
 def _ready(config: WorkerConfig, blocks: int) -> Ready:
-    weights = Path(config.weights)
+    weights = config.directory
     shape = json.loads(regular_file(weights / "config.json").read_bytes())
     return Ready(
         context=config.max_context or CONTEXT,

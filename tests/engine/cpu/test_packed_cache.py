@@ -16,16 +16,20 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
+from app.common import weights_store
+from app.common.weights_store import FileHashes, FileIdentity, WeightsStore, seal
 from app.engine.cpu import packed_cache
 from app.engine.cpu.executor import NativeExecutor, ThreadPool
-from app.engine.cpu.packed_cache import PackedCache, describe
+from app.engine.cpu.packed_cache import PackedEntry
 from app.engine.cpu.packed_decoder import PackedDecoder
+from app.serving import weights_snapshot
 from app.serving.weights_snapshot import WeightsSnapshot
 from model.checkpoint.checkpoint import weights_files
 from model.checkpoint.stored_weights import StoredWeights, find_weights
 from model.checkpoint.tensor_index import version_of
 from model.files import sha256, write_files
 from model.weight_formats import Quantize, weight_format
+from model.weights_version import Directory
 from tests.support.model.tiny_models import CPU_QUANTIZE, GPT2, kernels, tiny_config, tiny_decoder
 
 pytestmark = pytest.mark.usefixtures("native_library", "one_thread")
@@ -42,7 +46,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def files_are_settled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets the tests use files that are too new to be trusted or that are in memory."""
-    monkeypatch.setattr(packed_cache, "_SETTLED_NS", 0)
+    monkeypatch.setattr(weights_store, "_SETTLED_NS", 0)
     monkeypatch.setattr(packed_cache, "is_in_memory", lambda _: False)
 
 
@@ -62,13 +66,24 @@ class _Start:
     """One start of an engine: packs or restores `decoder`, and stores it if it was packed."""
 
     def __init__(
-        self, weights: Path, folder: Path, *, dtype: str = "bfloat16", quantize: Quantize = "none", limit: int = LARGE
+        self,
+        weights: Directory,
+        folder: Path,
+        *,
+        dtype: str = "bfloat16",
+        quantize: Quantize = "none",
+        limit: int = LARGE,
+        min_bytes: int = 1,
     ) -> None:
-        cache = PackedCache(folder, limit, least=1)
-        self.weights: StoredWeights = find_weights(weights, cache.sha256)
+        store = WeightsStore(folder, limit)
+        hashes = FileHashes(weights, store)
+        self.weights: StoredWeights = find_weights(weights, hashes.digest)
         config, pool = self.weights.config, ThreadPool(kernels(), 2)
-        self.entry = cache.entry("inkstream-level-key.so", config, dtype, quantize)
+        facts = ("inkstream-level-key.so", config, dtype, quantize)
+        self.entry = PackedEntry(store, self.weights.version, hashes, *facts, min_bytes=min_bytes)
         restored = self.entry.restore(2)
+        if restored is None:
+            hashes.verify(self.weights.version)
         self.is_restored, self.n_read = restored is not None, 0
         self.executor = NativeExecutor(
             kernels(),
@@ -83,8 +98,9 @@ class _Start:
         self.decoder: PackedDecoder = self.executor.decoder
         self.thread = None if restored else self.entry.store_in_background(self.decoder.memory)
         for thread in threading.enumerate():  # including one that rewrites the metadata of the entry
-            if thread.name == "packed cache":
+            if thread.name == "packed weights":
                 thread.join()
+        self.entry.release()
 
     def _read(self, name: str, dtype: str) -> Any:
         self.n_read += 1
@@ -96,8 +112,8 @@ class _Start:
         return b"".join(packed_cache._pieces(self.decoder.memory.buffers))
 
 
-def _entries(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.glob("*") if not path.name.startswith("."))
+def _entries(folder: Path) -> list[Path]:
+    return sorted(folder.glob(f"*/{weights_store.PACKED}"))
 
 
 def _fail(*_: object) -> NoReturn:
@@ -111,38 +127,43 @@ def test_restored_program_has_the_bits_of_a_packed_one(
     tmp_path: Path, shape: str, dtype: str, quantize: Quantize
 ) -> None:
     weights = _weights(tmp_path / "weights", **SHAPES[shape])
-    first, second = (_Start(weights, tmp_path / "packed", dtype=dtype, quantize=quantize) for _ in range(2))
+    first, second = (_Start(weights, tmp_path / "store", dtype=dtype, quantize=quantize) for _ in range(2))
     assert not first.is_restored and first.n_read
     assert second.is_restored and not second.n_read
     assert first.packed == second.packed and any(first.packed)
-    assert first.decoder.memory.used_bytes == second.decoder.memory.used_bytes == (tmp_path / "packed").joinpath(
-        _entries(tmp_path / "packed")[0]).stat().st_size  # fmt: skip
+    assert first.decoder.memory.used_bytes == second.decoder.memory.used_bytes
+    assert [path.stat().st_size for path in _entries(tmp_path / "store")] == [first.decoder.memory.used_bytes]
 
 
 def test_other_settings_and_kernels_have_other_entries(tmp_path: Path) -> None:
-    weights, folder = _weights(tmp_path / "weights"), tmp_path / "packed"
+    weights, folder = _weights(tmp_path / "weights"), tmp_path / "store"
     forms: list[dict[str, Any]] = [{}, {"dtype": "float32"}, *({"quantize": quantize} for quantize in CPU_QUANTIZE[1:])]
     assert not any(_Start(weights, folder, **form).is_restored for form in forms)
     assert all(_Start(weights, folder, **form).is_restored for form in forms)
-    cache = PackedCache(folder, LARGE)
-    config = find_weights(weights, cache.sha256).config
-    paths = {cache.entry(library, config, "bfloat16", "none").path for library in ("inkstream-amx-1.so", "other.so")}
+    store = WeightsStore(folder, LARGE)
+    hashes = FileHashes(weights, store)
+    found = find_weights(weights, hashes.digest)
+    facts = (found.config, "bfloat16", "none")
+    paths = {
+        PackedEntry(store, found.version, hashes, name, *facts).path for name in ("inkstream-amx-1.so", "other.so")
+    }
     assert len(paths) == 2 and not any(path.exists() for path in paths)
 
 
 def test_names_of_entries_depend_on_the_values_of_quantize(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in the releases before formats had a table: an upgrade that changes no source packs nothing again."""
     monkeypatch.setattr(packed_cache, "_sources_hash", lambda: "sources")
-    cache = PackedCache(tmp_path, LARGE)
-    names = {each: cache.entry("inkstream-avx2-1.so", "config", "bfloat16", each).path.name for each in CPU_QUANTIZE}
-    assert names["none"] == "weights-45882e5970065a19e2657798.bin"
-    assert names["int8"] == "weights-eff979ddcad5066acd72e56d.bin"
+    store = WeightsStore(tmp_path, LARGE)
+    hashes, facts = FileHashes(tmp_path, store), ("inkstream-avx2-1.so", "config", "bfloat16")
+    names = {each: PackedEntry(store, "0" * 64, hashes, *facts, each).path.name for each in CPU_QUANTIZE}
+    assert names["none"] == "packed-f749a0d00d3ef201d8b10ee8.bin"
+    assert names["int8"] == "packed-16bafaa6430a7b8739337b3b.bin"
 
 
 @pytest.mark.parametrize("is_in_place", [True, False])
 def test_replaced_weights_are_never_served_from_an_older_entry(tmp_path: Path, is_in_place: bool) -> None:
     """Also if size and modification time are the same as before."""
-    weights, other, folder = _weights(tmp_path / "weights"), _weights(tmp_path / "other", seed=5), tmp_path / "packed"
+    weights, other, folder = _weights(tmp_path / "weights"), _weights(tmp_path / "other", seed=5), tmp_path / "store"
     first = _Start(weights, folder)
     file, source = weights / "model.safetensors", other / "model.safetensors"
     before = file.stat()
@@ -156,36 +177,42 @@ def test_replaced_weights_are_never_served_from_an_older_entry(tmp_path: Path, i
 
 def test_untrustworthy_file_times_are_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In images of EROFS or squashfs, all file times may be the same whole second, whatever the content."""
-    weights, other, folder = _weights(tmp_path / "weights"), _weights(tmp_path / "other", seed=5), tmp_path / "packed"
-    same = packed_cache.FileIdentity(1, 2, 3, 4 * 10**9, 4 * 10**9, 1)
-    monkeypatch.setattr(packed_cache.FileIdentity, "of", lambda _: same)
+    weights, other, folder = _weights(tmp_path / "weights"), _weights(tmp_path / "other", seed=5), tmp_path / "store"
+    same = FileIdentity(1, 2, 3, 4 * 10**9, 4 * 10**9, 1)
+    monkeypatch.setattr(FileIdentity, "of", lambda _: same)
     first, second = _Start(weights, folder), _Start(other, folder)
     assert second.weights.version != first.weights.version and not second.is_restored
 
 
 def test_weights_and_a_copy_are_read_and_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    weights, folder = _weights(tmp_path / "weights"), tmp_path / "packed"
+    weights, folder = _weights(tmp_path / "weights"), tmp_path / "store"
     first = _Start(weights, folder)
     copy = shutil.copytree(weights, tmp_path / "copy")
     assert _Start(copy, folder).is_restored
-    monkeypatch.setattr(packed_cache, "sha256", _fail)
+    monkeypatch.setattr(weights_store, "sha256", _fail)
     for each in (copy, weights):
         again = _Start(each, folder)
         assert (again.packed, again.weights.version) == (first.packed, first.weights.version)
 
 
-def test_private_copy_of_the_weights_is_cached_by_content(tmp_path: Path) -> None:
-    """The engine reads weights of up to 1 GiB like this: unlinked files, new ones at each start."""
-    weights, folder = _weights(tmp_path / "weights"), tmp_path / "packed"
+@pytest.mark.parametrize("in_memory_bytes", [24 << 20, 0])
+def test_private_copy_of_the_weights_is_cached_by_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_memory_bytes: int
+) -> None:
+    """The engine reads weights of up to 1 GiB like this: in memory, or in the store beside the packed weights."""
+    monkeypatch.setattr(weights_snapshot, "_MAX_IN_MEMORY_BYTES", in_memory_bytes)
+    weights, folder = _weights(tmp_path / "weights"), tmp_path / "store"
     for is_restored in (False, True):
         snapshot = WeightsSnapshot.open(weights)
-        snapshot.copy([tmp_path])
-        with snapshot.reading():
-            start = _Start(weights, folder)
+        snapshot.keep(WeightsStore(folder, LARGE))
+        start = _Start(snapshot.directory, folder)
         snapshot.close()
         assert start.is_restored == is_restored
-        metadata = json.loads(start.entry.path.with_name(start.entry.path.name + ".json").read_text())
-        assert not metadata["files"], "unlinked files must not be recorded"
+        metadata = json.loads((start.entry.path.parent / "version.json").read_text())
+        known = {FileIdentity(*identity): digest for identity, digest in metadata["files"]}
+        assert all(identity.links for identity in known), "unlinked files must not be recorded"
+        is_known = FileIdentity.of(weights / "model.safetensors") in known
+        assert is_known == (not in_memory_bytes)
 
 
 def _flip(path: Path) -> None:
@@ -199,7 +226,7 @@ def _truncate(path: Path) -> None:
 
 
 def _claim_other_weights(path: Path) -> None:
-    metadata = json.loads((described := path.with_name(path.name + ".json")).read_text())
+    metadata = json.loads((described := path.with_name("version.json")).read_text())
     metadata["files"][0][1] = "0" * 64
     described.write_text(json.dumps(metadata))
 
@@ -209,9 +236,9 @@ def _remove_metadata(path: Path) -> None:
 
 
 def _as_another_version_writes(path: Path) -> None:
-    metadata = json.loads((described := path.with_name(path.name + ".json")).read_text())
+    metadata = json.loads((described := path.with_name("version.json")).read_text())
     metadata["files"] = [[[*identity, 0], digest] for identity, digest in metadata["files"]]
-    described.write_text(json.dumps(packed_cache._sealed(metadata)))
+    described.write_text(json.dumps(seal(metadata)))
     path.write_bytes(b"in another layout")
 
 
@@ -219,11 +246,11 @@ def _as_another_version_writes(path: Path) -> None:
     "damage", [_flip, _truncate, _claim_other_weights, _remove_metadata, Path.unlink, _as_another_version_writes]
 )
 def test_a_damaged_entry_is_packed_again(tmp_path: Path, damage: Any) -> None:
-    weights, folder = _weights(tmp_path / "weights"), tmp_path / "packed"
+    weights, folder = _weights(tmp_path / "weights"), tmp_path / "store"
     first = _Start(weights, folder)
     damage(first.entry.path)
     second = _Start(weights, folder)
-    assert not second.is_restored
+    assert not second.is_restored or damage is _claim_other_weights, "the packed weights have a seal of their own"
     assert (second.packed, second.weights.version) == (first.packed, first.weights.version)
     assert _Start(weights, folder).is_restored
 
@@ -243,7 +270,7 @@ OBSTACLES: dict[str, Callable[[pytest.MonkeyPatch, Path, Path], None]] = {
     "it is in memory": lambda patch, *_: patch.setattr(packed_cache, "is_in_memory", lambda _: True),
     "Not a directory": lambda _, __, folder: folder.parent.write_text(""),
     "changed while they were read": lambda patch, weights, _: patch.setattr(packed_cache, "_pieces", _touched(weights)),
-    "too new, or have no times": lambda patch, *_: patch.setattr(packed_cache, "_SETTLED_NS", 3600 * 10**9),
+    "too new, or have no times": lambda patch, *_: patch.setattr(weights_store, "_SETTLED_NS", 3600 * 10**9),
 }
 
 
@@ -251,7 +278,7 @@ OBSTACLES: dict[str, Callable[[pytest.MonkeyPatch, Path, Path], None]] = {
 def test_failure_to_store_is_one_line_in_the_log(
     tmp_path: Path, cache_log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, words: str
 ) -> None:
-    weights, folder = _weights(tmp_path / "weights"), tmp_path / "cache" / "packed"
+    weights, folder = _weights(tmp_path / "weights"), tmp_path / "cache" / "store"
     OBSTACLES[words](monkeypatch, weights, folder)
     assert _Start(weights, folder).n_read
     assert {path.name for path in folder.glob("*")} <= {".lock"}
@@ -260,7 +287,7 @@ def test_failure_to_store_is_one_line_in_the_log(
 
 
 def test_entries_writable_by_others_are_not_read(tmp_path: Path, cache_log: pytest.LogCaptureFixture) -> None:
-    weights, folder = _weights(tmp_path / "weights"), tmp_path / "packed"
+    weights, folder = _weights(tmp_path / "weights"), tmp_path / "store"
     first = _Start(weights, folder)
     first.entry.path.chmod(0o622)
     assert not _Start(weights, folder).is_restored
@@ -274,12 +301,13 @@ def test_entries_writable_by_others_are_not_read(tmp_path: Path, cache_log: pyte
 
 
 def test_packed_weights_are_readable_by_their_owner_only(tmp_path: Path) -> None:
-    _Start(_weights(tmp_path / "weights"), tmp_path / "packed")
-    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "packed").iterdir()} == {0o600}
+    (folder,) = _Start(_weights(tmp_path / "weights"), tmp_path / "store").entry.path.parents[:1]
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
 
 
 def test_concurrent_starts_store_one_entry(tmp_path: Path) -> None:
-    weights, folder = _weights(tmp_path / "weights"), tmp_path / "packed"
+    weights, folder = _weights(tmp_path / "weights"), tmp_path / "store"
     starts: list[_Start] = []
     threads = [threading.Thread(target=lambda: starts.append(_Start(weights, folder))) for _ in range(6)]
     for thread in threads:
@@ -287,31 +315,27 @@ def test_concurrent_starts_store_one_entry(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert len(starts) == 6 and len({start.packed for start in starts}) == 1
-    assert len(_entries(folder)) == 2 and _Start(weights, folder).is_restored
+    assert len(_entries(folder)) == 1 and _Start(weights, folder).is_restored
 
 
 def test_least_recently_used_entries_are_evicted(tmp_path: Path) -> None:
-    folder = tmp_path / "packed"
+    folder = tmp_path / "store"
     weights = [_weights(tmp_path / str(seed), seed=seed) for seed in range(3)]
     first = _Start(weights[0], folder)
     size = first.entry.path.stat().st_size
     second = _Start(weights[1], folder)
     for age, start in enumerate((second, first)):
-        os.utime(start.entry.path, (age, age))
+        for path in (start.entry.path, start.entry.path.parent / ".in-use"):
+            os.utime(path, (age, age))
     assert _Start(weights[1], folder).is_restored, "now the first one is the least recently used"
-    third = _Start(weights[2], folder, limit=2 * size)
-    assert {path.name for path in folder.glob("*.bin")} == {each.entry.path.name for each in (second, third)}
-    assert describe(tmp_path) == (2, 2 * size)
+    third = _Start(weights[2], folder, limit=2 * size + 2048)
+    assert {*_entries(folder)} == {each.entry.path for each in (second, third)}
 
 
 def test_entry_beyond_the_limit_is_not_stored(tmp_path: Path, cache_log: pytest.LogCaptureFixture) -> None:
-    assert _Start(_weights(tmp_path / "weights"), tmp_path / "packed", limit=1000).thread is None
-    assert not (tmp_path / "packed").exists() and "--packed-cache-bytes" in cache_log.text
+    assert _Start(_weights(tmp_path / "weights"), tmp_path / "store", limit=1000).thread is None
+    assert not (tmp_path / "store").exists() and "--packed-cache-bytes" in cache_log.text
 
 
-def test_small_programs_are_not_stored_and_zero_turns_the_cache_off(tmp_path: Path) -> None:
-    cache = PackedCache(tmp_path / "packed", LARGE)
-    find_weights(_weights(tmp_path / "weights"), cache.sha256)
-    memory = _Start(tmp_path / "weights", tmp_path / "other").decoder.memory
-    assert cache.entry("library").store_in_background(memory) is None
-    assert PackedCache.of(str(tmp_path), 0) is None
+def test_small_programs_are_not_stored(tmp_path: Path) -> None:
+    assert _Start(_weights(tmp_path / "weights"), tmp_path / "store", min_bytes=packed_cache.MIN_BYTES).thread is None
