@@ -45,7 +45,7 @@ OUTSIDE = {
     "model": {"msgspec", "numpy", "torch"},
     "model.checkpoint": {"httpx2", "huggingface_hub", "msgspec", "numpy", "safetensors", "torch"},
     "model.tokenizer": {"msgspec", "tokenizers"},
-    "model.train": {"numpy", "safetensors", "tokenizers", "torch"},
+    "model.train": {"numpy", "safetensors", "tokenizers", "torch", "tqdm"},
 }
 
 

@@ -12,12 +12,12 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from model.train.reporting.console import ERASE_LINE, duration, format_count, is_terminal, print_stdout
+from tqdm import tqdm
+
+from model.train.reporting.console import duration, format_count, is_terminal, print_stdout
 
 _RATE_STEPS = 10
 _DECAY = 0.9
-_BAR_COLUMNS = 20
-_NARROWEST_BAR = 5
 _REDRAW_SECONDS = 0.1
 
 
@@ -124,13 +124,16 @@ class ProgressDisplay:
         self._every, self._last_printed, self._last_drawn = every, time.monotonic(), 0.0
         self._terminal = next((stream for stream in (sys.stderr, sys.stdout) if is_terminal(stream)), None)
         self._is_plain = not is_terminal(sys.stdout)
+        self._bar: tqdm | None = None
 
     def show(self, line: str, fraction: float) -> None:
         """Shows a line if an update is due. fraction: completed fraction of the run."""
         now = time.monotonic()
-        if now - self._last_drawn >= _REDRAW_SECONDS:
+        if self._terminal and now - self._last_drawn >= _REDRAW_SECONDS:
             self._last_drawn = now
-            self._draw(line, fraction)
+            with contextlib.suppress(OSError, ValueError):  # the terminal was closed: the run continues
+                if _is_foreground(self._terminal.fileno()):
+                    self._draw(line, fraction)
         if self._is_plain and now - self._last_printed >= self._every:
             self._last_printed = now
             print_stdout(line)
@@ -138,29 +141,26 @@ class ProgressDisplay:
     def close(self, line: str) -> None:
         """Erases the bar and prints the last line instead."""
         if self._terminal:
-            self._draw("", 0.0)
+            with contextlib.suppress(OSError, ValueError):
+                if self._bar and _is_foreground(self._terminal.fileno()):
+                    self._bar.close()
             print_stdout(line)
 
     def _draw(self, line: str, fraction: float) -> None:
-        """Draws the line behind a bar; a run in the background draws nothing."""
-        if self._terminal:
-            with contextlib.suppress(OSError, ValueError):  # the terminal was closed: the run continues
-                if _is_foreground(self._terminal.fileno()):
-                    free = (os.get_terminal_size(self._terminal.fileno()).columns or 80) - 1
-                    # The cursor stays at the start of the line: what a signal or C code prints goes there.
-                    self._terminal.write(f"{ERASE_LINE}{_behind_bar(line, fraction, free) if line else ''}\r")
-                    self._terminal.flush()
-
-
-def _behind_bar(line: str, fraction: float, columns: int) -> str:
-    """The figures behind a bar of at least _NARROWEST_BAR columns, for which the last figures are left out."""
-    figures = line.split("  ")
-    while len(figures) > 1 and len("  ".join(figures)) + len("[] ") + _NARROWEST_BAR > columns:
-        figures.pop()
-    line = "  ".join(figures)
-    bar = min(columns - len(line) - len("[] "), _BAR_COLUMNS) // 5 * 5  # steady while figures change their length
-    done = math.floor(bar * fraction)
-    return f"[{'#' * done}{'.' * (bar - done)}] {line}" if bar > 0 else line[:columns]
+        if self._bar is None:
+            tqdm.monitor_interval = 0  # without its thread, which redraws bars that were not updated for long
+            self._bar = tqdm(
+                total=1.0,
+                file=self._terminal,
+                bar_format="[{bar:20}] {desc}",
+                ascii=".#",
+                dynamic_ncols=True,
+                leave=False,
+                delay=math.inf,  # only refresh() draws
+            )
+        self._bar.n = fraction
+        self._bar.set_description_str(line, refresh=False)
+        self._bar.refresh()
 
 
 def _is_foreground(terminal: int) -> bool:
