@@ -40,7 +40,7 @@ _USAGE = "\n".join(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit codes: those of the verb; 2 for an unknown one."""
+    """Returns the verb's exit code, or 2 for an unknown verb."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     verb, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
     before = signal.getsignal(signal.SIGINT)

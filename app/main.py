@@ -162,7 +162,7 @@ def _add_middleware(
 
 
 def connection_limits(settings: Settings) -> HttpLimits:
-    """The HTTP server's limits, of which the number of connections depends on the process's limit of open files."""
+    """The HTTP server's limits; the number of connections depends on the process's limit of open files."""
     connections = ensure_file_limit(settings.max_connections)
     if connections < settings.max_connections:
         _log.warning("the limit of open files (ulimit -n) allows only %d connections", connections)

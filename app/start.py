@@ -71,7 +71,7 @@ def serve(settings: Settings) -> int:
 
 @contextlib.contextmanager
 def _start_errors() -> Iterator[None]:
-    """Turns a ValueError, of which each part of the configuration has its own, into a StartError."""
+    """Turns a ValueError into a StartError; each part of the configuration raises its own subclass."""
     try:
         yield
     except ValueError as error:
@@ -181,7 +181,7 @@ def _cancel_on_signals(task: asyncio.Task[Any], stopped_by: list[signal.Signals]
 
 
 def _import_server() -> Any:
-    """app.server, whose models, and those of FastAPI's OpenAPI document, are built later: no health check needs one."""
+    """app.server. It and FastAPI's OpenAPI document build their models later: no health check needs one."""
     BaseModel.model_config["defer_build"] = True
     try:
         return import_module("app.server")

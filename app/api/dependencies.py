@@ -151,7 +151,7 @@ def documented(
 ) -> dict[str, Any]:
     """A route's openapi_extra: its response, the body that read_body() parses, and the data-only frames of its stream.
 
-    Not as FastAPI's response_model, of which FastAPI makes a validator at import. `examples` maps titles to bodies that
+    Not as FastAPI's response_model, which makes FastAPI build a validator. `examples` maps titles to bodies that
     the service accepts as they are.
     """
     return cast("dict[str, Any]", _LazyMapping(partial(_describe, response, body, examples or {}, chunk)))

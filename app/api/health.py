@@ -25,9 +25,7 @@ from model.tokenizer.infill import infill_tokens
 class Model(ResponseModel):
     """The model that is served."""
 
-    id: Annotated[
-        str, "org/name of the Hugging Face Hub; else the name in manifest.json, or that of the weights directory."
-    ]
+    id: Annotated[str, "org/name of the Hugging Face Hub; else the name in manifest.json, or the weights directory's."]
     object: Annotated[Literal["model"], "Type of the object."]
     created: Annotated[int, "When the service started, as a Unix time."]
     owned_by: Annotated[str, "Always inkstream."]

@@ -47,9 +47,7 @@ class EngineState(Collector):
     def collect(self) -> Iterator[Metric]:
         pools = self._pools()
         engines = pools[0].engines
-        yield _gauge(
-            "event_loop_tasks", "Tasks of the event loop, including that of this scrape.", len(asyncio.all_tasks())
-        )
+        yield _gauge("event_loop_tasks", "Tasks of the event loop, including this scrape's.", len(asyncio.all_tasks()))
         counters = [engine.counters for pool in pools for engine in pool.engines]
         waiting = sum(pool.queue.n_unsent for pool in pools) + sum(c.waiting for c in counters)
         yield _gauge(
@@ -365,7 +363,7 @@ def _openmetrics_texts(registry: CollectorRegistry) -> Iterator[bytes]:
 
 
 class _InterTokenLatency(Collector):
-    """Histogram that is four times as fast as that of prometheus_client, because it observes every token."""
+    """Histogram four times as fast as prometheus_client's, because it observes every token."""
 
     def __init__(self) -> None:
         self._counts = [0] * (len(_FAST_BUCKETS) + 1)

@@ -1,4 +1,4 @@
-"""The OpenAPI document: that of FastAPI, plus bodies, errors and streams."""
+"""The OpenAPI document: FastAPI's, plus bodies, errors and streams."""
 
 from __future__ import annotations
 

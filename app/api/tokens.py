@@ -57,7 +57,7 @@ class DetokenizeRequest(RequestBody):
 
 
 class Piece(ResponseModel):
-    """A token of a text. The concatenated bytes of all pieces are those of the text."""
+    """A token of a text. The bytes of all pieces, concatenated, are the text's."""
 
     id: Annotated[int, "Token id."]
     text: Annotated[str, "The bytes decoded as UTF-8; incomplete characters become U+FFFD."]

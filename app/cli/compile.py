@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 class PlainParser(argparse.ArgumentParser):
-    """One-line errors like those of model/command_line.py, which needs packages: a build stage has none."""
+    """One-line errors as in model/command_line.py, which needs packages: a build stage has none."""
 
     def error(self, message: str) -> NoReturn:
         """One line, and exit code 2."""
@@ -64,7 +64,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--cache-dir",
         type=_directory,
         metavar="DIR",
-        help="cache directory, the same as that of serve (default: INKSTREAM_CACHE_DIR, or ~/.cache/inkstream)",
+        help="cache directory, the same as for serve (default: INKSTREAM_CACHE_DIR, or ~/.cache/inkstream)",
     )
     parser.add_argument(
         "--all-levels", action="store_true", help="build for every supported CPU level: for container images"

@@ -128,7 +128,7 @@ def _print_choices(client: Client, body: dict[str, Any]) -> None:
 
 
 def _stream(client: Client, body: dict[str, Any], texts: Mapping[int, list[str]]) -> None:
-    """Adds the pieces of each choice's text to `texts`, and prints those of the first as they arrive."""
+    """Adds the pieces of each choice's text to `texts`, and prints the first choice's as they arrive."""
     with contextlib.closing(client.events(body)) as events:
         for name, data in events:
             if name == CONNECTION_LOST:
@@ -152,7 +152,7 @@ _Turn = tuple[str, list[str]]
 
 
 def _interact(client: Client, body: dict[str, Any]) -> None:
-    """Reads lines, each of which is joined to the text and continued, until Ctrl+D."""
+    """Reads lines until Ctrl+D; appends each to the text and continues it."""
     print("Type a text and the model continues it; Enter alone continues it further. /undo removes the last turn,")
     print("/regenerate replaces the last continuation, Ctrl+C stops the model, Ctrl+D leaves.")
     with contextlib.suppress(ImportError):  # some builds of Python lack it

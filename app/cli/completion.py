@@ -18,7 +18,7 @@ _VALUES = {"DIR": shtab.DIRECTORY, "FILE": shtab.FILE, "PATH": shtab.FILE}
 
 
 def main(argv: Sequence[str], *, parsers: Callable[[], Mapping[str, argparse.ArgumentParser]]) -> int:
-    """Prints the script. `parsers`: those of the other verbs. Exit codes: 0 done, 2 bad arguments."""
+    """Prints the script. `parsers`: of the other verbs. Exit codes: 0 done, 2 bad arguments."""
     command = build_parser()
     options = command.parse_args(argv)
     if sys.stdout is None:

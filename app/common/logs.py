@@ -28,7 +28,7 @@ MAX_PENDING_LINES = 4096
 """Lines that may wait to be written; further lines are dropped and counted."""
 _PAUSE_SECONDS = 0.02
 """Seconds until the thread writes again: waking it for each line took a tenth of the API process's time for a short
-request, most of which the event loop then waited for the GIL."""
+request, and mostly made the event loop wait for the GIL."""
 _ATOMIC_BYTES = 4096
 """PIPE_BUF of Linux: both processes share a pipe, and writes of up to so many bytes are atomic (pipe(7))."""
 _FLUSH_SECONDS = 1.0
@@ -148,7 +148,7 @@ def set_up(level: str, log_format: Format) -> None:
     handler.setFormatter(_TextFormatter() if log_format == "text" else _JsonFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     if level == "info":
-        # uvicorn announces the start and the end of its server, of which the service's own lines say more.
+        # uvicorn announces the start and the end of its server; the service's own lines say more.
         hidden = {"uvicorn.error", *([START] if log_format == "text" else [])}
         handler.addFilter(lambda record: record.levelno > logging.INFO or record.name not in hidden)
     logging.captureWarnings(True)

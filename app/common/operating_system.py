@@ -21,7 +21,7 @@ def die_with_parent() -> None:
     """Asks the kernel to kill this process when its parent exits, even while it hangs or computes. Linux only.
 
     Strictly, when the *thread* that started it exits: start child processes from the main thread or from threads that
-    live as long as the process, such as those of an executor. If the parent exited before this call, or on other
+    live as long as the process, such as an executor's. If the parent exited before this call, or on other
     systems, only the closed pipe reveals it.
     """
     if sys.platform == "linux":

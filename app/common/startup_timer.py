@@ -21,7 +21,7 @@ PHASES = (STARTING, LOADING_WEIGHTS, BUILDING_KERNELS, PLANNING_MEMORY, WARMING_
 
 
 def phase_seconds(starts: Iterable[tuple[str, float]], end: float) -> dict[str, float]:
-    """Seconds of each phase, in order, from (phase, start in seconds); those of a repeated phase are added up."""
+    """Seconds of each phase, in order, from (phase, start in seconds); a repeated phase is added up."""
     seconds: dict[str, float] = {}
     for (phase, start), (_, stop) in pairwise([*starts, ("", end)]):
         seconds[phase] = seconds.get(phase, 0.0) + stop - start

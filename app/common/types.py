@@ -194,7 +194,7 @@ class StepReport(Struct, frozen=True, kw_only=True, array_like=True, tag="report
 
     events: tuple[SampledEvent, ...] = ()
     scores: tuple[PromptScores, ...] = ()
-    """Prompt log-probabilities; those of a request precede its first token event."""
+    """Prompt log-probabilities; a request gets its own before its first token event."""
     started: tuple[RequestStarted, ...] = ()
     failed: tuple[RequestFailed, ...] = ()
     counters: Counters = msgspec.field(default_factory=Counters)

@@ -94,7 +94,7 @@ def check_finite_logits(
 def check_golden(engine: Engine, directory: Directory, config: ModelConfig, *, context: int, number_format: str) -> str:
     """Compares the engine with golden.json and returns the result for the log. Raises CheckpointError if they differ.
 
-    The arguments are those of check_finite_logits().
+    Takes the arguments of check_finite_logits().
     """
     golden = read_golden(directory, config)
     if golden is None:

@@ -211,7 +211,7 @@ def _level(scope: Scope, record: AccessRecord) -> int:
 def early_response(error: ApiError, scope: Scope | None, counts: RequestCounts) -> bytes:
     """The complete response to a request that was rejected before it was read, after which the connection closes.
 
-    scope: that of the request, if the application has seen it and will log and count it; otherwise this function does.
+    scope: the request's, if the application has seen it and will log and count it; otherwise this function does.
     """
     record = AccessRecord.get_or_create({} if scope is None else scope)
     record.early_error = error.status, error.code or error.type

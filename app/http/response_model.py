@@ -28,7 +28,7 @@ NOT_SENT: Any = UNSET
 class ResponseModel(Struct, omit_defaults=True):
     """A JSON object of a response. A field whose value is its default is not sent.
 
-    The order of the fields is that of the JSON. `Annotated[int, "Number of tokens."]` describes a field.
+    The JSON has the fields in this order. `Annotated[int, "Number of tokens."]` describes a field.
     """
 
     @classmethod

@@ -48,7 +48,7 @@ class ModelInstance:
     ) -> None:
         """`fingerprint` is the directory's fingerprint from before anything was read.
 
-        name: the model's name for clients, by default that of the directory.
+        name: the model's name for clients, by default the directory's.
         snapshot: of the weights, owned by this object; without one, restarted processes read the directory again.
         store: for copies of large weights.
         """

@@ -258,7 +258,7 @@ class Service:
 
     @property
     def engines(self) -> list[EnginePool]:
-        """The current engine pool, and those of old weights that still serve requests."""
+        """The current engine pool, and pools of old weights that still serve requests."""
         return [instance.engine for instance in (self.instance, *self._retiring)]
 
     @property
@@ -279,7 +279,7 @@ class Service:
         return self.engine.phase if self.instance.tokenizer or self.engine.phase != "ready" else "loading tokenizer"
 
     def is_model_name(self, name: str) -> bool:
-        """Whether `name` is that of the model or its directory, or of those that were served before."""
+        """Whether `name` names the model or its directory, or one that was served before."""
         return name in self._model_names
 
     def require_open(self) -> None:

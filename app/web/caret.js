@@ -54,7 +54,7 @@ export class Caret {
     return this.#mode === "" && this.#isInMiddle;
   }
 
-  /** Request fields for this span: those of `typed` that it changes. */
+  /** Request fields for this span: the fields of `typed` that it changes. */
   fields({ start, end, isInfill }, typed) {
     if (end === start) return {};
     const tokens = Math.ceil((end - start) / CHARACTERS) + MARGIN;

@@ -6,7 +6,7 @@ import { copy, REFUSED } from "./request/clipboard.js";
 
 const STREAM_ID = /^id: (\S+):(\d+)$/m;
 
-/** The form of one operation; `examples` are those of its body, if it has one: { title: { value } }. */
+/** The form of one operation; `examples`: of its body, if it has one: { title: { value } }. */
 export function tryIt(method, path, operation, examples) {
   const form = element("form");
   form.setAttribute("aria-label", `Try ${method.toUpperCase()} ${path}`);

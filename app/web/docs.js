@@ -145,7 +145,7 @@ function type(schema) {
   return put(node, limit(from, ", from "), limit(to, from === undefined ? ", to " : " to "), limit(schema.maxLength, ", up to "));
 }
 
-// Limits above a million are those of number formats.
+// Limits above a million come from number formats.
 function limit(value, before) {
   return value === undefined || parseFloat(String(value).replace(/^\D+/, "")) > 1e6 ? "" : `${before}${value}`;
 }

@@ -111,7 +111,7 @@ export class Notebook {
     this.#view.labeled();
   }
 
-  /** Deletes these nodes; a text that is one of them gives way to that of the entry `instead`. Returns what restores
+  /** Deletes these nodes; if the text is one of them, the entry `instead` takes its place. Returns what restores
       them, and the text, unless another one has been gone to. */
   remove(ids, instead) {
     const tree = this.#tree;

@@ -121,7 +121,7 @@ export class RunDisplay {
   #started(data) {
     const { status, panel, service, numbers } = this.#parts;
     status.started(data);
-    const isComparison = Array.isArray(this.#typed); // whose settings are not those of the panel
+    const isComparison = Array.isArray(this.#typed); // with settings other than the panel's
     const all = Object.entries({ ...(isComparison ? {} : data.settings), seed: data.seed });
     panel.showDefaults(Object.fromEntries(all.filter(([name]) => !this.#typed[name])));
     if (!isComparison) service.show(data.model, data.weights_version); // the service may have reloaded its weights

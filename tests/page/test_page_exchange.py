@@ -220,7 +220,7 @@ def test_a_pasted_receipt_sets_its_settings_and_seed(page):
         assert setting(page, "top_p").input_value() == "0.5"
     page.locator("#pasted-receipt").fill(json.dumps(RECEIPT))
     use.click()
-    status_of(page, "#receipt").filter(has_text="The settings and the seed are those of the receipt.").wait_for()
+    status_of(page, "#receipt").filter(has_text="The settings and the seed come from the receipt.").wait_for()
     notes = status_of(page, "#receipt form").inner_text()
     assert "another text than this one" in notes and "weights here are others" in notes and "native-int8" in notes
     fake_completion(page, *run_with_receipt())

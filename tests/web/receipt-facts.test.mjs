@@ -131,7 +131,7 @@ test("a receipt is shown in rows, without empty fields", () => {
 test("differences that may prevent the same text are reported", async () => {
   const { weights_version, numerics, prompt_sha256 } = RECEIPT;
   const here = { weights_version, numerics, prompt_sha256 };
-  assert.equal(taken(RECEIPT, here), "The settings and the seed are those of the receipt.");
+  assert.equal(taken(RECEIPT, here), "The settings and the seed come from the receipt.");
   assert.match(taken(RECEIPT, { ...here, weights_version: "sha256:b" }), /weights here are others/);
   assert.match(taken(RECEIPT, { ...here, numerics: "native-int8" }), /computed by torch-float32, here it is native-int8/);
   assert.match(taken(RECEIPT, { ...here, prompt_sha256: "x" }), /another text than this one/);

@@ -146,7 +146,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ink_run": (None, (c_void_p, POINTER(Step))),
     "ink_head": (None, (c_void_p, c_void_p, c_int, c_void_p, c_long)),
 }
-"""Result and arguments of each; those of the sampler are in app/engine/cpu/sampler.py."""
+"""Result and arguments of each function; app/engine/cpu/sampler.py has the sampler's."""
 
 
 class LibraryError(ValueError):

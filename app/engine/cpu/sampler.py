@@ -171,7 +171,7 @@ def _key(row: SamplingInput) -> tuple[int, int, int]:
 
 
 def _as_array(tokens: Items[int]) -> array[int]:
-    """The ids as int64: those of the engine's sequences are already."""
+    """The ids as int64, as the engine's sequences already have them."""
     return tokens if isinstance(tokens, array) and tokens.typecode == "q" else array("q", tokens)
 
 

@@ -51,7 +51,7 @@ def largest_step(limits: StepLimits, context: int) -> BatchPlan:
     """The step with the largest memory need of a backend that samples and scores on the device, for measurements.
 
     It has the most rows that may run, all sampling at the end of their context, and the most tokens that a step may
-    have. Only the first row has penalties, which upload all of its tokens: those of all rows at once, 131,072 each,
+    have. Only the first row has penalties, which upload all of its tokens: uploads for all rows, 131,072 each,
     would need memory that no real step needs. Its prompt is scored as well.
     """
     first = _PENALIZED | {"prompt_logprobs": 20}

@@ -78,7 +78,7 @@ class DeviceExecutor:
             cache.index_copy_(2, targets_N.long(), cache.index_select(2, sources_N.long()))
 
     def decode(self, count: int, splits: int) -> None:
-        """Forward pass of the last token of the first `count` rows. splits: at least those of the longest sequence."""
+        """Forward pass of the last token of the first `count` rows. splits: at least the longest sequence's."""
         rows_T = self._padded(self.drawn_2R[0, :count], self.resident.padding_row)
         lengths_T = self._padded(self.drawn_2R[1, :count], 1)
         lookups = self._look_up(rows_T, lengths_T, None)

@@ -166,7 +166,7 @@ class GrammarTracker:
             self._workers.submit(state.job)
 
     def _share_steps(self, tenants: set[str]) -> bool:
-        """Whether several tenants share the engine: those of a step, and those whose rows sit it out.
+        """Whether several tenants share the engine: in this step, or with rows that sit it out.
 
         If so, a tenant whose masks cost more than a step may spend gets them from the threads alone, and its rows sit
         out until then: no other tenant's next token waits for them.

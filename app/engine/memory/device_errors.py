@@ -2,7 +2,7 @@
 
 Some CUDA errors are sticky: after an illegal address, a failed assertion in a kernel or a memory error, every later
 call of the process fails, too. No request is at fault then, and requests can continue only in another process. Errors
-of torch and Triton are recognized by their names, codes and first lines; codes and texts are those of NVIDIA's
+of torch and Triton are recognized by their names, codes and first lines; codes and texts come from NVIDIA's
 cudaError_t, in the order of c10/cuda/CUDAException.cpp in torch.
 """
 
@@ -26,7 +26,7 @@ _CODES = {
     "operation not permitted when stream is capturing": 900,
     "operation failed due to a previous error during capture": 901,
 }
-"""Codes of errors that have only a text: those of Triton."""
+"""Codes of Triton's errors, which have only a text."""
 _LIBRARY_PREFIXES = ("CUBLAS_STATUS_", "CUSOLVER_STATUS_", "CUSPARSE_STATUS_", "CUDNN_STATUS_")
 """NVIDIA's libraries fail for either reason: freeing memory before the next attempt (memory_plan.py) shows which."""
 _MAX_CHARACTERS = 120

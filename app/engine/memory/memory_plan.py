@@ -254,7 +254,7 @@ def blocks_on_gpu(
 ) -> BlockBudget:
     """Sizes the cache: the rest of the service's share, or as many blocks as requested. Raises ValueError.
 
-    To be called while the weights are the only tensors, after those of the measurement were freed.
+    To be called while the weights are the only tensors, after the measurement has freed its own.
     """
     gc.collect()
     meter.empty_cache()

@@ -21,7 +21,7 @@ from model.nn.transformer import Decoder
 from model.weight_formats import KINDS, Codes, WeightFormat
 
 _PIECE = 1 << 18
-"""Elements per piece: its copies stay in a core's cache, while those of a whole matrix are new memory each time."""
+"""Elements per piece: its copies stay in a core's cache; copies of a whole matrix would be new memory each time."""
 _GPU_PIECE = 1 << 24
 """Elements per piece on a GPU, where launching small pieces would take most of the time."""
 

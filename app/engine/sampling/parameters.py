@@ -108,7 +108,7 @@ def mask_words(vocab_size: int) -> int:
 
 
 def token_mask(request: Request, n_generated: int, vocab_size: int, allowed: Array | None = None) -> array[int]:
-    """The bitmask of a row that has generated `n_generated` tokens. allowed: those of its grammar.
+    """The bitmask of a row that has generated `n_generated` tokens. allowed: by its grammar.
 
     Without the tokens that end the text before min_tokens, unless no other token is left.
     """

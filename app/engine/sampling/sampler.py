@@ -164,7 +164,7 @@ class Stage(NamedTuple):
 
 
 def apply_stages(logits_SV: Tensor, rows: RowParameters, stages: Items[Stage]) -> StageValues:
-    """Applies those of `stages` that rows.stages names; the caller's logits stay as they are."""
+    """Applies the `stages` that rows.stages names; the caller's logits stay as they are."""
     values = StageValues(logits_SV, logits_SV, logits_SV)
     for stage in stages:
         if stage.name in rows.stages:
@@ -223,7 +223,7 @@ def _keep_top_k(values: StageValues, rows: RowParameters) -> None:
     most = int(k_S1.where(k_S1 < vocab, 1).amax()) if rows.may_wait else vocab
     best_SX = values.logits_SV.topk(most, dim=-1).values
     least_S1 = best_SX.gather(1, k_S1.clamp(max=most) - 1).where(k_S1 < vocab, NEG_INF)
-    # Weights, not logits: exp() of -inf takes ten times as long as that of other numbers.
+    # Weights, not logits: exp() takes ten times as long for -inf as for other numbers.
     values.weights_SV = values.weights_SV.where(values.logits_SV >= least_S1, 0.0)
 
 
@@ -368,7 +368,7 @@ class Drawn(NamedTuple):
     is_valid_S1: Tensor
     """False if the logits were not finite, or if a grammar allowed no token of this vocabulary."""
     raw_SV: Tensor
-    """float32 logits for score(): those of the model, or 0 in rows that are not finite."""
+    """float32 logits for score(): the model's, or 0 in rows that are not finite."""
 
 
 def draw_tokens(logits_SV: Tensor, rows: RowParameters, numbers_S1: Tensor) -> Drawn:

@@ -1,5 +1,5 @@
 // Stores the open document across reloads, under one key: a moment after the last change, and at once when the page
-// closes. sessionStorage keeps the document of this tab, localStorage that of the next visit, where the last write wins.
+// closes. sessionStorage keeps this tab's document, localStorage the next visit's, where the last write wins.
 
 const KEY = "inkstream.notebook";
 const DELAY = 400; // ms

@@ -1,4 +1,4 @@
-// The documents of this browser, of which the page shows one. That one is stored with every change (autosave.js) and kept
+// The documents of this browser. The page shows one, which is stored with every change (autosave.js) and kept
 // in the store with the others. A document is open in one tab only, so that no tab overwrites another's.
 
 import { element } from "../elements.js";

@@ -1,4 +1,4 @@
-// Presets: named settings, those of the page and those that the user saved. Pure.
+// Presets: named settings that come with the page or that the user saved. Pure.
 //
 // A preset says how tokens are sampled: the sampling settings that it does not list go back to the model's defaults.
 // Other settings that it does not list (length, stop texts, grammars) stay as they are.

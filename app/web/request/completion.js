@@ -172,7 +172,7 @@ async function reach(promise, sentence) {
 }
 
 async function refusal(response) {
-  // A proxy answers in HTML, of which only the status is useful.
+  // A proxy answers in HTML; only its status is useful.
   const body = await response.json().catch(() => null);
   const message = body?.error?.message ?? `The server answered ${response.status} ${response.statusText}`.trim() + ".";
   const retryAfter = secondsOf(response.headers.get("Retry-After"));

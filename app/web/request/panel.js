@@ -23,7 +23,7 @@ const NEUTRAL = {
 export class Panel {
   #fields = [];
   #parameters = []; // empty until the server's description has arrived
-  #held = {}; // typed values, including those of fields that do not exist yet
+  #held = {}; // typed values, also of fields that do not exist yet
   #main = classed("div", "main-settings");
   #more = classed("div", "more-settings");
   #hint = classed("p", "hint", "This line explains the setting with the focus.");
@@ -51,7 +51,7 @@ export class Panel {
     this.#lay(FIRST);
   }
 
-  /** Builds the fields for the server's parameters (request-parameters.js); `defaults` are those of the weights. Keeps typed values. */
+  /** Builds the fields for the server's parameters (request-parameters.js); `defaults` come with the weights. Keeps typed values. */
   build(parameters, defaults = {}) {
     this.#parameters = parameters;
     this.#lay(parameters);

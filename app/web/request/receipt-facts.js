@@ -83,7 +83,7 @@ export function taken(receipt, here) {
     other("numerics") && `It was computed by ${receipt.numerics}, here it is ${here.numerics}: the text may differ.`,
     cut && `Its prompt was cut to the last ${cut} tokens, which the page does only where a text is too long.`,
   ];
-  return ["The settings and the seed are those of the receipt.", ...warnings.filter(Boolean)].join(" ");
+  return ["The settings and the seed come from the receipt.", ...warnings.filter(Boolean)].join(" ");
 }
 
 /**
@@ -135,7 +135,7 @@ function counted(text, unit = "characters", more = 0) {
  * `run`: { prompt, text, index, typed, receipt }; for `complete(prompt, typed, signal)` and its errors see completion.js.
  */
 export async function replay(run, { complete, parameters, signal }) {
-  // Source and suffix, of which a receipt has only digests, are taken as typed.
+  // Source and suffix are taken as typed, because a receipt has only their digests.
   const typed = { ...run.typed, ...typedOf(run.receipt, parameters) };
   let [text, receipt] = ["", null];
   for await (const { type, data } of complete(run.prompt, typed, signal)) {

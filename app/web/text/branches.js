@@ -12,7 +12,7 @@ export class Branches {
   #root;
   #onselect;
   #strip = classed("div", "branch-strip");
-  #lines = [svg("path"), svg("path")]; // other edges, and those of the current path
+  #lines = [svg("path"), svg("path")]; // other edges, and the current path's
   #words = classed("p", "branch-words");
   #dots = new Map(); // id -> element, reused so that it keeps the focus
   #entries = new Map();

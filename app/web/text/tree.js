@@ -91,7 +91,7 @@ export class Tree {
     for (const [name, value] of Object.entries(labels)) if (!value) delete node[name];
   }
 
-  /** The node whose text is that of node `id` up to `end`: an existing one, or a new one, without going to it. */
+  /** The node with the text of node `id` up to `end`: an existing one, or a new one, without going to it. */
   part(id, end) {
     const source = this.node(id);
     const text = source.state.text.slice(0, end);
@@ -102,7 +102,7 @@ export class Tree {
     return this.#grow(source.parent ?? source.id, "text", manuscript.state, {});
   }
 
-  /** Removes these nodes, none of which may be the current one, and attaches their children to the nearest remaining
+  /** Removes these nodes, but never the current one, and attaches their children to the nearest remaining
       ancestor. Returns the argument of restore(). */
   remove(ids) {
     const gone = new Set(ids);

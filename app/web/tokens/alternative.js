@@ -57,7 +57,7 @@ export class Alternative {
     return this.#token;
   }
 
-  /** `model`: the model's probability; `left`: the one after sampling, or null; `full`: that of a full-width bar. */
+  /** `model`: the model's probability; `left`: the one after sampling, or null; `full`: a full-width bar's. */
   show({ model, left = null, full = 1 }) {
     this.#outline.style.width = `${(100 * model) / full}%`;
     this.#fill.style.width = `${(100 * (left ?? model)) / full}%`;

@@ -19,7 +19,7 @@ const OTHERS = {
 };
 
 const REST = 300; // ms without typing until the next token is requested
-const MOST = 10; // bars, besides those of the chosen token and of all other tokens
+const MOST = 10; // bars, besides one for the chosen token and one for all others
 
 export class NextTokenBars {
   #onpick;

@@ -1,5 +1,5 @@
 // The selected token, which alone is focusable: shows its whitespace, and gives a screen reader its probability and
-// rank. A token may consist of several elements (a line break splits it), of which the first has the focus.
+// rank. A token may consist of several elements (a line break splits it); the first has the focus.
 
 import { bits, MARKS, percent, probability, rank, spoken, surprise } from "./token.js";
 

@@ -165,7 +165,7 @@ void attend(const InkShape& h, const InkOperation& op, const Blocks<W>& blocks,
 }
 
 #if defined(__AMX_BF16__)
-// Pairs of a tile: those of the keys of a block, so that a row's sums do not depend on where its first block is.
+// Pairs of a tile: the keys of a block, so that a row's sums do not depend on where its first block is.
 constexpr int kAttentionSteps = kBlock / 2;
 
 // scores [rows][stride] of queries [rows][padded head], from block `first` on, in groups of 4 blocks.

@@ -3,7 +3,7 @@
 //   sums [rows][16 outputs] += x [rows][16 pairs] * weights [16 pairs][16 outputs]
 //
 // One instruction adds the even and the odd products of an output separately, from zero on, then both to its sum; it
-// treats subnormal numbers as zeros. These are other bits than those of dot_pairs(). Rows do not affect each other, so
+// treats subnormal numbers as zeros. These are other bits than dot_pairs() gives. Rows do not affect each other, so
 // a row has the same bits however many there are: batch invariance. A row that is alone gets them without tiles.
 #pragma once
 

@@ -52,7 +52,7 @@ class CpuTarget:
 
 
 AMX = CpuTarget(name="amx", machine="x86_64", flags=("-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"))
-"""Tiles multiply bfloat16, and round otherwise than the other levels, all of which compute the same bits."""
+"""Tiles multiply bfloat16 and round differently; all other levels compute the same bits."""
 X86_LEVELS = (
     AMX,
     CpuTarget(name="avx512bf16", machine="x86_64", flags=("-march=x86-64-v4", "-mavx512bf16")),

@@ -123,8 +123,8 @@ class Kernels(Protocol):
     ) -> AttentionBatch:
         """The batch with its work, so that the programs of attention do nothing but what there is to do.
 
-        Long sequences are divided into splits that are computed in parallel, as far as the workspace goes: those of
-        single tokens, and of all tiles in a step of few.
+        Long sequences are divided into splits that are computed in parallel, as far as the workspace goes:
+        always for single tokens, and for all tiles in a step of few.
         """
         ...
 
@@ -197,8 +197,8 @@ HEADS = 8
 LOOKUP_ROWS = 128
 """Tokens of a step per program, in look_up_kernel."""
 PROGRAMS = 528
-"""Programs of attention that share the items of a step's work: four for each multiprocessor of a Hopper GPU, of which
-two run at a time."""
+"""Programs of attention that share the items of a step's work: four for each multiprocessor of a Hopper GPU, which
+runs two at a time."""
 FEW_PROGRAMS = 128
 """A step with fewer programs leaves multiprocessors idle: its prompts are divided into splits, too."""
 COLUMNS = 1024

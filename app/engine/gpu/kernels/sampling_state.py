@@ -31,7 +31,7 @@ _NUMBERS = 2 + 2 * TOP
 
 
 class SampleOut:
-    """A step's samples in one int32 tensor, of which one copy goes to the host; the views have fixed addresses.
+    """A step's samples in one int32 tensor, copied to the host at once; the views have fixed addresses.
 
     Log-probabilities are written only for rows that request them.
     """

@@ -246,7 +246,7 @@ def divide_kernel(
     row_ptr, position_ptr, length_ptr, count_ptr, items_ptr, partials_ptr, n_tiles, capacity, few_tiles,
     WINDOW: tl.constexpr, SPLIT: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """The items of one tile, which follow those of the tiles before it. capacity: of the partial results, in tokens."""
+    """The items of one tile, which follow the items of earlier tiles. capacity: of the partial results, in tokens."""
     tile = tl.program_id(0)
     live = 0
     for first in range(0, n_tiles, TILES):

@@ -156,7 +156,7 @@ def _apply_norm(x_NX, scale_N, weight_NX, has_norm_N):
 
 @triton.jit
 def _norm_weights(q_norm_ptr, k_norm_ptr, column_X, valid_X, is_q_N, HAS_Q: tl.constexpr, HAS_K: tl.constexpr):
-    """[N, X] norm weights: those of queries for query heads, those of keys for all others."""
+    """[N, X] norm weights: the queries' for query heads, the keys' for all others."""
     q_X = tl.load(q_norm_ptr + column_X, mask=valid_X & HAS_Q, other=0.0).to(tl.float32)
     k_X = tl.load(k_norm_ptr + column_X, mask=valid_X & HAS_K, other=0.0).to(tl.float32)
     return tl.where(is_q_N[:, None], q_X[None, :], k_X[None, :])

@@ -191,7 +191,7 @@ def add_splits_kernel(
     tl.store(out_ptr + token * n_rows + row_X, out_X.to(out_ptr.dtype.element_ty), mask=valid_X)
 
 
-# One program quantizes a whole row, so that its bits depend on nothing else; they equal those of quantize_fp8_rows() in
+# One program quantizes a whole row, so that its bits depend on nothing else; they equal quantize_fp8_rows() in
 # quantized_weights.py. Shape legend: T tokens of the step, K columns, W the next power of two.
 
 _COLUMNS_PER_WARP = 1024

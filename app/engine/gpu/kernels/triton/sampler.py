@@ -392,7 +392,7 @@ def _sample_row(
     T: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Samples one row that is not greedy; the pointers are those of the row."""
+    """Samples one row that is not greedy; the pointers point to this row."""
     size = V
     if is_cut:
         size = apply_top_k(x_ptr, groups_ptr, tiles * G, best, k, V, scratch_ptr, scratch_w_ptr, B, G * T, C)
