@@ -27,8 +27,8 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 _ROW_INVARIANT = {"MKL_CBWR": "AUTO,STRICT", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
 """Settings of torch's CPU libraries with which the bits of a product's row do not depend on the number of rows.
 
-On an Intel CPU (torch 2.13, AVX-512 with AMX), MKL adds float32 products of up to 13 rows, and those of two threads, in
-another order than those of more rows, but not in its strict reproducible mode. oneDNN's bfloat16 products on AMX tiles
+On an Intel CPU (torch 2.13, AVX-512 with AMX), MKL adds float32 products of up to 13 rows, or with two threads, in
+another order than with more rows, but not in its strict reproducible mode. oneDNN's bfloat16 products on AMX tiles
 differ with 768 and more columns; on vectors they do not. See "Numerical Reproducibility" in oneMKL's developer guide.
 """
 
@@ -44,7 +44,7 @@ def use_row_invariant_products(cpu_info: Path = Path("/proc/cpuinfo")) -> None:
 
 
 def free_memory(device: torch.device) -> int:
-    """Free memory of the device in bytes; for a CPU, that of the machine or of the container, whichever is less."""
+    """Free memory of the device in bytes; for a CPU, the machine's or the container's, whichever is less."""
     return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else machine.free_memory()
 
 

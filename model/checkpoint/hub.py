@@ -64,7 +64,7 @@ def hub_model(weights: str) -> HubModel | None:
 
 
 def resolve_weights(weights: Path | str, say: Callable[[str], None]) -> Path:
-    """The weights directory that the user gave, or that of the model of the Hub, downloaded if need be.
+    """The weights directory that the user gave, or the Hub model's, downloaded if need be.
 
     A directory wins over a model of the same name, and `say` gets a line that says so. It also gets a line before the
     weights are downloaded and one after; a terminal shows the progress between them. Raises CheckpointError.

@@ -47,7 +47,7 @@ _Say = Callable[[str], None]
 
 def fetch(named: HubModel, say: _Say) -> Path:
     """The directory of the model's files in the cache, complete. Raises CheckpointError."""
-    for library in ("httpx2", "httpcore2"):  # they log the URLs of requests, some of which are signed
+    for library in ("httpx2", "httpcore2"):  # they log the URLs of requests, also signed ones
         logging.getLogger(library).setLevel(logging.WARNING)
     logging.getLogger("huggingface_hub").handlers.clear()  # it writes to stderr itself what our handler writes, too
     folder = Path(constants.HF_HUB_CACHE) / f"models--{named.repository.replace('/', '--')}"

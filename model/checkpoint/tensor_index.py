@@ -129,7 +129,7 @@ class ChatTemplateFile:
 
 class _TemplateField(Struct):
     chat_template: str | list[Any] | None = None
-    """A list has named templates, of which only the one named "default" is read."""
+    """A list has named templates; only the one named "default" is read."""
 
 
 def read_chat_template(directory: Directory) -> ChatTemplateFile | None:

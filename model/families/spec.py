@@ -57,7 +57,7 @@ class FamilySpec:
     None if no model of this type is trained from scratch: fine-tuning keeps the config.json that it finds.
     """
     names: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
-    """Modules (or tensors outside of modules) of the Decoder -> those of the files, with N for the number of the layer.
+    """Modules (or tensors outside of modules) of the Decoder -> names in the files, with N for the number of the layer.
 
     Several names are q, k, v of attention.qkv, and gate, up of mlp.up. Without names, the files have the Decoder's. A
     family whose head is always the embedding has no untied_head.

@@ -17,7 +17,7 @@ _SERVES_ONLY = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit codes: those of model.train.command."""
+    """Returns the exit code of model.train.command."""
     # Ctrl+C during the imports would print a traceback. There is nothing to clean up yet.
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:  # else the parent process ignores it

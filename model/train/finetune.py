@@ -1,6 +1,6 @@
 """Fine-tuning: initial weights from a directory (--init DIR or org/name) instead of random ones.
 
-The directory has our native layout or that of a supported Hugging Face family, with its tokenizer. The result is that
+The directory has our native layout or a supported Hugging Face family's, with its tokenizer. The result is that
 directory with new weights and all other files unchanged. A run copies these files, and its snapshots hold the weights,
 so that it can resume after the directory was deleted.
 """
@@ -98,7 +98,7 @@ def load_base(options: argparse.Namespace, work: Path, *, resumes: bool) -> Base
 
 
 def save_base_files(base: Base | None, work: Path) -> None:
-    """Copies the files of the base model to `work`, replacing those of a previous run. Raises CheckpointError."""
+    """Copies the files of the base model to `work`, replacing a previous run's. Raises CheckpointError."""
     shutil.rmtree(work / _BASE_FOLDER, ignore_errors=True)
     if base is not None:
         write_files(work / _BASE_FOLDER, base.files)

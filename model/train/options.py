@@ -185,7 +185,7 @@ def _add_run_flags(run: argparse._ArgumentGroup, result: argparse._ArgumentGroup
     add("--ema", type=command_line.decay, metavar="DECAY", help="export an average of the weights; 0 is off")
     add("--keep", choices=("best", "last"), help="which held-out measurement's weights")
     add("--export-dtype", choices=command_line.DTYPES, help="of the weights written; --init: as they were")
-    name = "of the model; clients of the service know it by this (default: that of its directory)"
+    name = "of the model; clients of the service know it by this (default: its directory's)"
     add("--name", type=command_line.model_name, metavar="NAME", help=name)
     add("--about", type=path, metavar="FILE", help="text for the model card: corpus, license, intended use")
     license_id = "of the model, for the card's head: mit, cc0-1.0, ..."
@@ -230,7 +230,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def flag_values(options: argparse.Namespace, names: Sequence[str]) -> dict[str, str]:
-    """Flag -> value of these options, for comparison with those of a resuming run."""
+    """Flag -> value of these options, for comparison with a resuming run's."""
     return {_flag(name): str(getattr(options, name)) for name in names}
 
 

@@ -186,7 +186,7 @@ def windows_of(tokens: Tokens, context: int) -> list[Batch]:
 
 
 def _prompts(corpus: Corpus, given: Sequence[str] | None, context: int) -> list[Prompt]:
-    """Prompts of samples: those of --sample-prompt, or openings of held-out text. Raises ConfigError."""
+    """Prompts of samples: from --sample-prompt, or openings of held-out text. Raises ConfigError."""
     encode, most = corpus.tokenizer.encode, context // 2
     if not given:
         starts = [encode(text)[:most] for text in corpus.openings]

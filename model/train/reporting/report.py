@@ -88,7 +88,7 @@ class Report:
             self._draw_curve()
 
     def _write_samples(self) -> None:
-        """Writes samples.md, or removes that of another run."""
+        """Writes samples.md, or removes another run's."""
         records, info = self._metrics_log.records, self.run_info
         if any("samples" in record for record in records):
             write_extra(self._samples, samples_page(records, title=info.title, measured=info.measured))

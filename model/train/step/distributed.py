@@ -1,7 +1,7 @@
 """Data-parallel training under torchrun: process group, all-reduce, barriers.
 
 Every rank holds the whole model and builds the whole batch, a pure function of the step, but computes only its share of
-the rows. The summed gradients are those of one process with as many micro-batches, summed in another order.
+the rows. One process with as many micro-batches has the same gradients, summed in another order.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ _BUCKET_BYTES = 25 << 20
 
 
 class GradientSums:
-    """Sums of gradients over all ranks, bucket by bucket: those of the last layers, which are there first, go first.
+    """Sums of gradients over all ranks, bucket by bucket: the last layers, which are there first, go first.
 
     Every rank sends the same buckets in the same order, whether backward computes the others meanwhile or not.
     """

@@ -115,7 +115,7 @@ class Objective:
     def __init__(
         self, decoder: Decoder, device: torch.device, dtype: torch.dtype, loss_backend: LossBackend | None = None
     ) -> None:
-        """loss_backend: by default that of the device, not compiled."""
+        """loss_backend: by default the device's, not compiled."""
         self.decoder, self.device, self.dtype = decoder, device, dtype
         self.loss_backend = loss_backend or choose_loss_backend("off", device.type)
         backend = self.loss_backend.backend

@@ -122,7 +122,7 @@ class Trainer:
     def gradients(self, batch: Batch, check_stop: Callable[[], None] = lambda: None) -> tuple[float, float]:
         """(mean loss in nats per target, norm of its gradient) over the rows of all ranks; clips the gradients.
 
-        check_stop: called before each micro-batch. If it raises, the state is that of the last complete step.
+        check_stop: called before each micro-batch. If it raises, the state is as after the last complete step.
         """
         share, n_targets = self.ranks.share(batch), batch.n_targets
         overlaps = self._has_fit and self.ranks.size > 1 and not self.objective.loss_backend.is_handwritten
