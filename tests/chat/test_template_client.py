@@ -1,4 +1,4 @@
-"""Chat templates: the text equals that of transformers, and a runaway template harms no other request."""
+"""Chat templates: the text equals transformers', and a runaway template harms no other request."""
 
 from __future__ import annotations
 

@@ -341,7 +341,7 @@ CHECKS: list[Callable[[], str]] = [
 
 
 def main(only: Sequence[str]) -> int:
-    """Runs the checks, or the first four and those of these names; returns 0 if all pass."""
+    """Runs the checks, or the first four and the named ones; returns 0 if all pass."""
     chosen = [check for check in CHECKS if not only or check in CHECKS[:4] or check.__name__ in only]
     try:
         for check in chosen:

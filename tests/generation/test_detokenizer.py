@@ -63,7 +63,7 @@ def _run(
 
 
 def _echo(prompt: list[int], scored: int) -> PromptEcho:
-    """The echo of a prompt of which `scored` tokens have been scored."""
+    """The echo of a prompt after `scored` of its tokens have been scored."""
     table: Any = _Table()
     text = b"".join(PIECES[t] for t in prompt).decode("utf-8", "replace")
     echo = PromptEcho(text, tuple(prompt), table, is_scored=True)
@@ -97,7 +97,7 @@ _IDS = st.lists(st.integers(0, len(PIECES) - 1), min_size=1, max_size=25).map(
     lambda ids: [t for t in ids if t != EOS] or [0]
 )
 _PARTS = st.lists(st.sampled_from([0, 8, 9, 10, 11, 12, 13]), min_size=12, max_size=25)
-"""Tokens of which most are parts of characters."""
+"""Tokens, most of them parts of characters."""
 _RULES = st.builds(
     TextRules,
     stops=st.lists(st.sampled_from(["stop", "st", "ab", "b", "\u00e9", "o s", "\ufffd"]), max_size=3, unique=True).map(

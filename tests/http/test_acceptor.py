@@ -150,7 +150,7 @@ class _Lobby:
     @classmethod
     @asynccontextmanager
     async def without_credit(cls, debt: float, slowness: int = 5) -> AsyncIterator[_Lobby]:
-        """debt: seconds of the event loop, of which ten times as many pass before the first turn.
+        """debt: seconds of the event loop; ten times as many pass before the first turn.
 
         slowness: factor of the clock that refills the credit, so that a busy machine seldom does while it is away.
         """

@@ -30,7 +30,7 @@ for dtype in (torch.float32, torch.bfloat16):
         for n in map(padded, (1, 2, 3, 5, 10, 13, 14, 33, 64, 100, 256)):
             for start in (0, 1):
                 assert torch.equal(F.linear(x[start : start + n].clone(), weight), alike[start : start + n]), (
-                    f"{n} rows of {dtype}, {columns} columns, differ from those of 257"
+                    f"{n} rows of {dtype}, {columns} columns, differ from 257 rows"
                 )
 """
 

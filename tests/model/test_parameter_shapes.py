@@ -1,4 +1,4 @@
-"""Names and shapes of parameters are those of the network."""
+"""Names and shapes of parameters equal the network's."""
 
 from __future__ import annotations
 

@@ -171,9 +171,7 @@ def test_a_column_can_use_the_model_of_another_service(browser, serve, tmp_path)
     assert names == [f"{models[0]['id']}: Balanced", f"{models[1]['id']} ({origin.removeprefix('http://')})"]
     assert all(len(words) > 1 for words in page.locator(".abreast-text").all_inner_texts())
     assert [request.url for request in sent] == [f"{own.url}/complete", f"{origin}/complete"]
-    bodies = [
-        body for request in sent if (body := json_body(request))
-    ]  # Firefox exposes only that of the page's own service
+    bodies = [body for request in sent if (body := json_body(request))]  # Firefox exposes only the page's own service's
     assert len(bodies) == (1 if BROWSER == "firefox" else 2) and len({body["seed"] for body in bodies}) == 1
     page.keyboard.press("2")
     page.locator("#run > summary").click()

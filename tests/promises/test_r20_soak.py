@@ -76,7 +76,7 @@ class Clients:
         return reader, writer
 
     def _request(self, max_tokens: int, *, stream: bool = True) -> bytes:
-        """A request with one of 50 prompts, all of which fit the cache."""
+        """A request with one of 50 prompts, which all fit into the cache."""
         prompt, seed = f"soak {self._rng.randrange(50)}", self._rng.randrange(1000)
         body = {"prompt": prompt, "max_tokens": max_tokens, "seed": seed, "stream": stream}
         return post_request(body, "/complete", "Connection: close")

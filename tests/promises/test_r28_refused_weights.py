@@ -1,7 +1,7 @@
 """What `inkstream check` refuses is never served, neither at the start nor after a reload, and `/health/ready` is 503
 while the service fails every request. One poisoned request, sent again and again, changes nothing.
 
-The kinds of bad weights are those of R19, loaded by the real engine with a tiny model. The last test runs the fake
+The kinds of bad weights are R19's, loaded by the real engine with a tiny model. The last test runs the fake
 engine.
 """
 

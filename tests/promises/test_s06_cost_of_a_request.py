@@ -66,7 +66,7 @@ _LONG_RESPONSES: dict[str, tuple[str, bytes]] = {
     "ids to text": ("/detokenize", json.dumps({"tokens": [7] * (_MEGABYTE // 3)}).encode()),
     "text to ids": ("/tokenize", json.dumps({"prompt": "fox " * (_MEGABYTE // 4)}).encode()),
 }
-"""Requests with responses about twenty times as long: their CPU time is that of writing them."""
+"""Requests with responses about twenty times as long: their CPU time is the time to write them."""
 
 
 def _cpu(server: Server) -> float:

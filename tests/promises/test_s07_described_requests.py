@@ -1,6 +1,6 @@
 """No request made from the service's own description, fitting or not, is answered with a 5xx.
 
-The generator is that of `make redteam`; `make clients ONLY=schemathesis` tests the same document more
+The generator belongs to `make redteam`; `make clients ONLY=schemathesis` tests the same document more
 thoroughly. A deadline of a millisecond correctly gets 504.
 """
 

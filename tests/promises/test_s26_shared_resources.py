@@ -32,7 +32,7 @@ _TEMPLATE = """{% for message in messages %}
 {% for i in range(message.content | length) %}{% for j in range(100) %}{% endfor %}{% endfor %}
 {{ message.content[:20] }}{% endfor %}"""
 _LENGTHS = itertools.count(1)
-"""Lengths in the victim's grammars, each of which is new to the service."""
+"""Lengths in the victim's grammars; each is new to the service."""
 _BOMBS = [
     {"anyOf": [{"type": "integer", "multipleOf": prime} for prime in (a, b, c)]}
     for a, b, c in ((999983, 999979, 999961), (999979, 999953, 999931), (999961, 999917, 999907))

@@ -16,7 +16,7 @@ from deploy.ray_serve import build
 
 PORT, PROXY_PORT = 8124, 8123
 URL, PROXY_URL = f"http://127.0.0.1:{PORT}", f"http://127.0.0.1:{PROXY_PORT}"
-"""The gateway's own port, and that of Ray's proxy."""
+"""The gateway's own port, and Ray's proxy's."""
 _STORE_BYTES = 100 << 20
 _START_SECONDS = 240.0
 _TITLE = "ray::ServeReplica:inkstream:engine"

@@ -131,7 +131,7 @@ def unfinished_bodies(setting: Setting) -> None:
             peak = max(peak, resident_bytes(target.pid) - before)
         whole = target.call("POST", "/tokenize", tenant=VICTIM, body={"prompt": "a " * 200_000}, timeout=VICTIM_SECONDS)
     report.worst = f"{peak >> 20} MiB for {report.tries} bodies"
-    repro = f"{report.tries} x POST /complete with a body of 1 MB of which the last byte is missing, of one key"
+    repro = f"{report.tries} x POST /complete with a body of 1 MB without its last byte, of one key"
     if peak > MOST_UNFINISHED_BYTES:
         report.add("high", f"bodies that have not arrived take {report.worst}", repro, group="memory")
     if whole.status != 200:

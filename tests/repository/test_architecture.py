@@ -28,7 +28,7 @@ _HANDOFFS = {
     rf"{_LINK} sends {_LINK} over the pipe to {_LINK}\.": [(0, 1), (2, 1)],
     rf"{_LINK} forwards over ASGI to {_LINK}, as {_LINK} wires them\.": [],
 }
-"""Sentence -> which of its names is mentioned in the body of which."""
+"""Sentence -> pairs of its names: the body of the first mentions the second."""
 
 
 class Link(NamedTuple):

@@ -128,7 +128,7 @@ test("a picked token stays if the run after it fails", async () => {
   assert.equal(book.text, "Once");
 });
 
-test("n drafts are branches, of which one can be taken", async () => {
+test("n drafts are branches; one can be taken", async () => {
   const done = { type: "done", data: { choices: [0, 1].map((index) => ({ index, finish_reason: "stop" })) } };
   const { book, ended, viewCalls } = notebook(token(" upon", 0), token(" more", 1), token("!", 1), done);
   await book.generate({ n: "2" });

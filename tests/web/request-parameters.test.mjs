@@ -72,7 +72,7 @@ test("an unknown field is shown under More, with its description and limits", ()
   });
 });
 
-test("limits include those of lists and of their items", () => {
+test("limits include lists' and their items'", () => {
   const item = { type: "string", minLength: 1, maxLength: 256 };
   const stop = only("stop", nullable(item, { type: "array", items: item, maxItems: 16 }));
   assert.deepEqual([stop.minLength, stop.maxLength, stop.maxItems], [1, 256, 16]);

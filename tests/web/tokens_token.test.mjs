@@ -4,7 +4,7 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 import * as token from "../../app/web/tokens/token.js";
 
-test("probability, surprise and rank are those of the chosen token", () => {
+test("probability, surprise and rank belong to the chosen token", () => {
   const top = [{ id: 7, logprob: Math.log(0.5) }, { id: 3, logprob: Math.log(0.25) }];
   const taken = { id: 3, logprob: Math.log(0.25), top };
   near(token.probability(taken), 0.25);

@@ -207,7 +207,7 @@ def test_blocks_are_cleared_and_copied_before_a_step() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_are_packed_from_the_files_one_tensor_at_a_time(tmp_path: Path, dtype: torch.dtype) -> None:
-    """The packed bits equal those of a decoder in memory; non-finite numbers are found during packing."""
+    """The packed bits equal a decoder's in memory; non-finite numbers are found during packing."""
     good_weights(tmp_path, seed=3)
     whole = load(tmp_path, device=torch.device("cpu"), dtype=dtype).decoder
     stored, name = find_weights(tmp_path), str(dtype).removeprefix("torch.")

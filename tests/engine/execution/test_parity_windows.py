@@ -1,4 +1,4 @@
-"""Blocks that a window has passed are released, and the bits stay those of a cache that keeps them."""
+"""Blocks that a window has passed are released, and the bits stay the same as with a cache that keeps them."""
 
 from __future__ import annotations
 

@@ -246,7 +246,7 @@ def test_every_kind_of_decoder_gives_the_output_of_torch(seed: int) -> None:
 
 
 def test_guided_rows_and_scored_prompts_are_launched_and_replayed() -> None:
-    """Completions and scores equal those of the torch backend; only a step with a mask waits for the one before."""
+    """Completions and scores equal the torch backend's; only a step with a mask waits for the one before."""
     decoder, requests, replayed = tiny_decoder(), _mixed(), list[bool]()
     wanted = serve(tiny_engine(decoder, blocks=200, guides=_grammar_tracker()), requests)
     sizes, capture = {"blocks": 200, "max_running": 12}, partial(_recorded, replayed=replayed)

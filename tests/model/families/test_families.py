@@ -41,7 +41,7 @@ def _requests() -> list[Request]:
 
 
 def _decode_difference(events: list[SampledEvent], expected_TV: torch.Tensor, first: int) -> float:
-    """The largest difference between the reported log-probabilities and those of transformers."""
+    """The largest difference between the reported log-probabilities and transformers'."""
     worst = 0.0
     for index, event in enumerate(events, start=first):
         for token, logprob in ((event.token, event.logprob), *event.top):

@@ -1,4 +1,4 @@
-"""Our decoders against those of the notebooks, built from torch.nn modules; attention against its formula.
+"""Our decoders against the notebooks', built from torch.nn modules; attention against its formula.
 
 The preset gpt is GPT-2, which tests/model/train/test_run.py compares with transformers.
 Shape legend: B sequences, N tokens of each, S tokens of a source, D width, V vocabulary, H query heads, K kv heads, C
@@ -53,7 +53,7 @@ def textbook(ours: Decoder, tokens_BN: Tensor) -> Tensor:
 
 
 def standalone(ours: Decoder, tokens_BN: Tensor) -> Tensor:
-    """Post-norm, ReLU, learned positions, scores divided by the root of the width instead of that of a head."""
+    """Post-norm, ReLU, learned positions, scores divided by the root of the whole width instead of a head's."""
     q_factor = math.sqrt(ours.config.head_dim / ours.config.width)
     x_BND = F.embedding(tokens_BN, ours.embedding) + ours.position_embedding[: tokens_BN.shape[1]]
     for block in ours.blocks:

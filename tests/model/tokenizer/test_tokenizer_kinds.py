@@ -149,7 +149,7 @@ def test_spans_cover_the_text_in_order(name: str, text: str) -> None:
 
 
 def pieces_read(name: str, text: str, piece: int) -> list[int]:
-    """Lengths of the pieces in which a text is encoded; the tokens must equal those of the whole text."""
+    """Lengths of the pieces in which a text is encoded; the tokens must equal the whole text's."""
     ours, _ = pair(name)
     lengths: list[int] = []
 

@@ -50,7 +50,7 @@ class DelayedRunner:
         """All plans launched or run."""
         self.n_launched = 0
         self.draws: Counter[str] = Counter()
-        """Request -> number of tokens sampled, including those of steps in flight."""
+        """Request -> number of tokens sampled, steps in flight included."""
         self.refuses: Callable[[BatchPlan], bool] = lambda _plan: False
         self.before_launch: Callable[[BatchPlan], None] = lambda _plan: None
         """Called before a launch; may raise, as may before_run."""

@@ -2,7 +2,7 @@
 
 A closed loop waits for responses, and so never overloads a service. This one does not wait; it is bounded in count and
 in time. `run(plan)` measures in a separate process; `started(plan)` lets the test watch the service meanwhile. Its
-clients are those of benchmarks/client.py.
+benchmarks/client.py has the clients.
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ def judge(directory: Path, log: Path, watch: Watch) -> tuple[int | None, str]:
 
 
 def _status_mib(key: str) -> float:
-    # Not getrusage: its peak starts at that of the parent process.
+    # Not getrusage: its peak starts at the parent process's.
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(key))
 

@@ -132,7 +132,7 @@ def test_gradients_are_sent_during_the_backward_pass() -> None:
     sent: list[tuple[list[int], int]] = []
 
     class Ranks(ProcessGroup):
-        """Two ranks, the other of which has the same gradients."""
+        """Two ranks; the other one has the same gradients."""
 
         def start_sum(self, tensors: Sequence[Tensor]) -> Callable[[], None]:
             sent.append(([tensor.numel() for tensor in tensors], sum(p.grad is not None for p in parameters)))
