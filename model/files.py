@@ -16,7 +16,7 @@ import stat
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, BinaryIO, NoReturn, TypeVar
 
 import msgspec
 
@@ -203,10 +203,8 @@ def write_files(directory: Path, files: Mapping[str, bytes]) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for temporary, path in staged.items():
-            with temporary.open("wb") as file:
+            with _new_file(temporary) as file:
                 file.write(files[path.name])
-                file.flush()
-                os.fsync(file.fileno())
         for path in staged.values():
             _back_up(path, backups[path])
         _replace(staged, backups)
@@ -222,6 +220,38 @@ def write_files(directory: Path, files: Mapping[str, bytes]) -> None:
 def write_file(path: Path, content: bytes) -> None:
     """Replaces `path` atomically once the new content is on disk. Raises CheckpointError."""
     write_files(path.parent, {path.name: content})
+
+
+@contextmanager
+def replaced_file(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
+    """A new file that replaces `path` atomically after the block, once it is on disk. Raises OSError.
+
+    mode: permissions from its creation on, less the umask.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with _new_file(temporary, mode) as file:
+            yield file
+        move(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def move(source: Path, target: Path) -> None:
+    """Renames a file or folder, whose content is on disk, within a file system; durable at once. Raises OSError."""
+    source.rename(target)  # on POSIX also over a file that exists
+    sync_directory(target.parent)
+
+
+@contextmanager
+def _new_file(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
+    """A new file, whose content is on disk after the block."""
+    path.unlink(missing_ok=True)  # of a killed process with this id
+    path.touch(mode, exist_ok=False)
+    with path.open("r+b") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def sync_directory(path: Path) -> None:

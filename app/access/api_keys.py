@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import hashlib
 import hmac
 import logging
@@ -21,7 +22,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from app.access.rate_limiter import RateLimits, Tenant
-from model.files import one_line, sync_directory
+from model.files import one_line, replaced_file
 
 # The file is JSON, is private to one user (mode 0600) and contains only the SHA-256 of each key. A plain hash is
 # enough: a key is 256 random bits and cannot be guessed from a dictionary, which is what slow, salted hashes protect
@@ -165,21 +166,12 @@ def _replace(path: Path, keys: tuple[StoredKey, ...]) -> None:
     """Replaces the file atomically; keeps its owner and group, so that the service can still read it."""
     path = path.resolve()
     content = msgspec.json.format(msgspec.json.encode(_File(list(keys))), indent=1) + b"\n"
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.unlink(missing_ok=True)  # of a killed process: the lock allows one at a time
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            if path.exists():
-                _copy_ownership(descriptor, path.stat())
-            file.flush()
-            os.fsync(descriptor)
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_directory(path.parent)
+    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*tmp"):
+        leftover.unlink()  # of a killed process: the lock allows one at a time
+    with replaced_file(path, mode=0o600) as file:
+        file.write(content)
+        if path.exists():
+            _copy_ownership(file.fileno(), path.stat())
 
 
 def _copy_ownership(descriptor: int, old: os.stat_result) -> None:

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from model.files import CheckpointError, sync_directory, write_files
+from model.files import CheckpointError, move, write_files
 from model.train.reporting.console import print_stdout
 
 FORMAT = 2
@@ -85,8 +85,7 @@ def save_snapshot(folder: Path, position: Position, tensors: dict[str, Tensor]) 
             shutil.rmtree(leftover, ignore_errors=True)
         write_files(unfinished, {"state.safetensors": save(contiguous), "position.json": position.as_json()})
         shutil.rmtree(finished, ignore_errors=True)
-        unfinished.rename(finished)
-        sync_directory(folder)
+        move(unfinished, finished)
     except OSError as error:
         raise CheckpointError(f"{finished}: cannot be written ({error.strerror})") from None
     finally:

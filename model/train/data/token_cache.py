@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.checkpoint.manifest import MANIFEST_FILE, check_manifest, manifest_of
-from model.files import CheckpointError, sha256, sync_directory, write_file
+from model.files import CheckpointError, move, replaced_file, sha256, write_file
 from model.tokenizer.tokenizer import Tokenizer
 from model.train.reporting.console import Ticker, print_stderr
 
@@ -68,8 +68,7 @@ class TokenCache:
             hashes = {path.name: sha256(path) for path in folder.iterdir()}
             write_file(folder / MANIFEST_FILE, manifest_of(hashes))
             shutil.rmtree(self.folder, ignore_errors=True)
-            folder.rename(self.folder)
-            sync_directory(self.directory)
+            move(folder, self.folder)
         except OSError as error:
             raise CheckpointError(f"{self.directory}: the tokens cannot be written ({error.strerror})") from None
         finally:
@@ -132,9 +131,7 @@ def _batches(documents: Iterable[bytes]) -> Iterator[list[tuple[str, bool]]]:
 
 def _write_tokens(path: Path, tokenizer: Tokenizer, documents: list[bytes]) -> None:
     ticker, all_bytes, read = Ticker(), sum(map(len, documents)), 0
-    with path.open("wb") as file:
+    with replaced_file(path) as file:
         for part in encode(tokenizer, documents):
             read += file.write(part.tobytes())
             ticker.tick(f"tokenizing {all_bytes / 1e6:.0f} MB: {read / part.itemsize / 1e6:.1f} M tokens")
-        file.flush()
-        os.fsync(file.fileno())
