@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import select
 import socket
-import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
@@ -16,13 +15,11 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
+from app.common.frames import FrameDecoder, encode_body
 from app.common.model_version import Version
 from app.common.types import Request, StepReport
 from model.weight_formats import Quantize
 from model.weights_version import Directory, WeightsVersion, readable
-
-_LENGTH = struct.Struct("<I")
-_HEADER_BYTES = _LENGTH.size
 
 
 class WorkerConfig(Struct, frozen=True, kw_only=True, tag="config"):
@@ -144,31 +141,9 @@ decode_up: Callable[[bytes], Up] = msgspec.msgpack.Decoder(Up).decode
 """Decodes a frame that was sent to the API process."""
 
 
-class FrameDecoder:
-    """Incremental decoder: bytes of a pipe in, bodies of complete frames out."""
-
-    def __init__(self) -> None:
-        self._pending = b""
-
-    def feed(self, data: bytes) -> list[bytes]:
-        """Returns the bodies that `data` completes, in order."""
-        data = self._pending + data if self._pending else data
-        bodies, start = [], 0
-        while len(data) - start >= _HEADER_BYTES:
-            body = start + _HEADER_BYTES
-            end = body + _LENGTH.unpack_from(data, start)[0]
-            if end > len(data):
-                break
-            bodies.append(data[body:end])
-            start = end
-        self._pending = data[start:]
-        return bodies
-
-
 def encode_frame(message: Down | Up) -> bytes:
-    """Encodes a message as a frame: its length, then its body."""
-    body = _encoder.encode(message)
-    return _LENGTH.pack(len(body)) + body
+    """Encodes a message as a frame (app/common/frames.py)."""
+    return encode_body(_encoder.encode(message))
 
 
 class FrameReceiver:

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from app.common.ipc import Down, FrameDecoder, Up, decode_up, encode_frame
+from app.common.frames import FrameDecoder
+from app.common.ipc import Down, Up, decode_up, encode_frame
 
 # -P and an explicit path: a folder called app in the working directory must not be imported.
 WORKER = (sys.executable, "-P", "-m", "app.engine")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import struct
 import subprocess
 import sys
 import threading
@@ -20,8 +19,8 @@ from pathlib import Path
 
 from app.access.worker_turns import TenantThreads, WorkAccount
 from app.common.errors import EngineFailed
+from app.common.frames import encode_body, read_body
 from app.common.start_signals import stop_signals_blocked
-from app.sandbox.sandbox_child import LENGTH
 
 _START_SECONDS = 30.0
 _ROOT = Path(__file__).parents[2]
@@ -203,12 +202,10 @@ class _Child:
         try:
             assert self._process.stdin and self._process.stdout
             if request is not None:
-                self._process.stdin.write(LENGTH.pack(len(request)) + request)
+                self._process.stdin.write(encode_body(request))
                 self._process.stdin.flush()
-            (length,) = LENGTH.unpack(self._process.stdout.read(LENGTH.size))
-            if length <= max_bytes and len(read := self._process.stdout.read(length)) == length:
-                content = read
-        except (OSError, ValueError, struct.error):  # the pipe is broken or closed
+            content = read_body(self._process.stdout, max_bytes)
+        except (OSError, ValueError):  # the pipe is broken or closed
             pass
         finally:
             timer.cancel()

@@ -6,17 +6,13 @@ import math
 import os
 import resource
 import signal
-import struct
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
+from app.common.frames import encode_body, read_body
 from app.common.operating_system import die_with_parent
-
-LENGTH = struct.Struct("<I")
-"""Length prefix of every request and response."""
-
 
 _NICE = 5
 """A third of the CPU share of the event loop and the engine on a contended core."""
@@ -38,8 +34,7 @@ def serve(handler: Callable[[bytes], bytes], *, seconds: float, more_bytes: int)
     )  # Linux alone has it, and holds to the limit
     confine(used_pages * resource.getpagesize() + more_bytes)
     _write(responses, b"")
-    while header := requests.read(LENGTH.size):
-        request = requests.read(LENGTH.unpack(header)[0])
+    while (request := read_body(requests)) is not None:
         # The parent kills earlier; this limit applies if the parent itself was killed.
         signal.alarm(math.ceil(seconds) + 1)
         _write(responses, handler(request))
@@ -62,5 +57,5 @@ def confine(max_bytes: int) -> None:
 
 
 def _write(pipe: BinaryIO, content: bytes) -> None:
-    pipe.write(LENGTH.pack(len(content)) + content)
+    pipe.write(encode_body(content))
     pipe.flush()

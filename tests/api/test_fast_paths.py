@@ -21,7 +21,8 @@ from app.api.openai.routes import _ChatResponder, _CompletionsResponder
 from app.api.openai.schemas import StreamOptions
 from app.api.schemas import TokenEvent, Usage
 from app.common.event_loop import LazyTimer
-from app.common.ipc import Cancel, FrameDecoder, FrameReceiver, decode_down, decode_up, encode_frame
+from app.common.frames import FrameDecoder
+from app.common.ipc import Cancel, FrameReceiver, decode_down, decode_up, encode_frame
 from app.common.types import Counters, FinishReason, RequestStarted, SampledEvent, StepReport
 from app.http import sse
 from tests.support.async_test import async_test

@@ -154,7 +154,7 @@ TAKE = "[`_WorkerLoop._receive`](../app/engine/worker_loop.py)"
         f"{SERVICE} calls [`EnginePool.submits`]({POOL}).",  # no such name
         f"{SERVICE} knows [`EnginePool.submit`]({POOL}).",  # not a kind of hand-over
         f"{SEND} sends [`Cancel`](../app/common/ipc.py) over the pipe to {TAKE}.",  # sends a different frame
-        f"{SEND} sends [`FrameDecoder`](../app/common/ipc.py) over the pipe to {TAKE}.",  # not a frame
+        f"{SEND} sends [`FrameDecoder`](../app/common/frames.py) over the pipe to {TAKE}.",  # not a frame
         f"{TAKE} forwards over ASGI to {SERVICE}, as [`create_app`](../app/main.py) wires them.",
     ],
 )
