@@ -1,217 +1,38 @@
-"""The service, independent of HTTP: settings, the current model instance, and admission of requests.
-
-AdmissionControl checks the tenant's rate limits and the queue's capacity.
-
-FailureMonitor detects that the service fails every request, and reports it through /health/ready:
-
-healthy --the last FAILURES requests all failed with server errors--> suspected --the canary fails--> failing
-   ^                                                                     |                              |
-   +-------------------- any request succeeds, or the canary does -------+------------------------------+
-
-Failures alone prove nothing: one client may send the same poisoned request again and again. So a canary request, whose
-content no client controls, confirms them. It runs at most once in RECHECK_SECONDS, and only while failures are
-unexplained.
-"""
+"""The service, independent of HTTP: settings, the current model instance, and the way of a request to its engine."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from app.access.rate_limiter import RateLimiter, Reservation, Tenant
+from app.access.rate_limiter import Reservation, Tenant
 from app.access.worker_turns import LoopShare, WorkAccount
-from app.common.errors import (
-    DeadlineExceeded,
-    EngineError,
-    EngineFailed,
-    InvalidRequest,
-    NotReady,
-    Starting,
-    Unavailable,
-)
+from app.common.errors import DeadlineExceeded, EngineError, EngineFailed, InvalidRequest, NotReady, Starting
 from app.common.ipc import Ready
 from app.common.model_version import Version
 from app.common.settings import Settings
-from app.common.types import Request, SamplingParams
+from app.common.types import SamplingParams
 from app.engine_client.engine_pool import EnginePool
-from app.engine_client.request_queue import RequestQueue
 from app.engine_client.supervisor import EngineStopped
 from app.generation.collector import collect
 from app.generation.completion import Completion, CompletionTimes, Timeouts
 from app.generation.engine_requests import BuiltRequests
-from app.generation.prompt_encoder import PromptEncoder, tail_length
-from app.generation.request import GenerationRequest, Prompt
+from app.generation.prompt_encoder import PromptEncoder
+from app.generation.request import GenerationRequest
 from app.guided.grammar import MAX_BYTES, grammar_from
 from app.guided.validator import GrammarValidator
+from app.serving.admission import AdmissionControl
+from app.serving.failure_monitor import FailureMonitor
 from app.serving.model_instance import ModelInstance
 from app.tokenization.text_encoder import TokenizerPool
 from model.tokenizer.tokenizer import Tokenizer, TokenizerError
 
 _log = logging.getLogger("inkstream")
-FAILURES = 8
-RECHECK_SECONDS = 2.0
-_PROBLEM = (
-    "the last requests failed on the server's side, and so does a canary request: the log names the reason; load "
-    "working weights (kill -HUP) or restart the service"
-)
-
-
-class FailureMonitor:
-    """Health state from recent outcomes; owned by the service, which runs run() as one task."""
-
-    def __init__(self, canary: Callable[[], Awaitable[bool | None]]) -> None:
-        """`canary` runs a request through the service; returns whether it succeeded, or None if that is unknown."""
-        self.problem = ""
-        """Why the service is not ready; empty while it is healthy."""
-        self._canary = canary
-        self._failures = 0
-        self._is_suspected = asyncio.Event()
-
-    def record_success(self) -> None:
-        """A request succeeded."""
-        self._failures = 0
-        self._is_suspected.clear()
-        if self.problem:
-            self.problem = ""
-            _log.info("answers succeed again: the service is ready")
-
-    def record_failure(self) -> None:
-        """A request failed through the server's fault."""
-        self._failures += 1
-        if self._failures >= FAILURES:
-            self._is_suspected.set()
-
-    async def run(self) -> None:
-        """Runs until cancelled."""
-        while True:
-            await self._is_suspected.wait()
-            succeeded = await self._canary()
-            # A request may have succeeded while the canary ran.
-            if succeeded:
-                self.record_success()
-            elif succeeded is False and self._is_suspected.is_set() and not self.problem:
-                self.problem = _PROBLEM
-                _log.error("not ready: the last %d answers failed, and so does a canary request", self._failures)
-            await asyncio.sleep(RECHECK_SECONDS)
-
-
-# Admission before tokenization uses cheap estimates, because tokenizing a megabyte of text takes half a second; the
-# exact numbers are checked afterwards.
-
-_DECAY = 0.9
-_PRIOR_CHARACTERS_PER_TOKEN = 3.0
-
-
-class AdmissionControl:
-    """Admits requests; owned by the event loop."""
-
-    def __init__(self) -> None:
-        self._rate_limiter = RateLimiter()
-        self._characters, self._tokens = _PRIOR_CHARACTERS_PER_TOKEN * 1000, 1000.0
-        """Characters and tokens of recent texts."""
-
-    @contextmanager
-    def reserve_tokens(
-        self, request: GenerationRequest, tenant: Tenant, tokenizer: Tokenizer, context: int
-    ) -> Iterator[Reservation]:
-        """Reserves the request's estimated tokens of its tenant's limits; refunded if it is not admitted.
-
-        Raises InvalidRequest if it can never fit, RateLimitExceeded if it does not fit now.
-        """
-        max_sampled = request.n_sampled * request.max_tokens
-        min_tokens = sum(min(context, _min_tokens(prompt, tokenizer) + max_sampled) for prompt in request.prompts)
-        try:
-            reservation = self._rate_limiter.reserve(tenant, min_tokens, time.monotonic())
-        except InvalidRequest:  # its body was read, and a chat was rendered
-            self.count_refused(tenant)
-            raise
-        try:
-            yield reservation
-        except Unavailable:
-            reservation.cancel()
-            raise
-        except BaseException:
-            reservation.end(0)
-            raise
-
-    def check_requests(self, tenant: Tenant) -> None:
-        """Raises RateLimitExceeded if the tenant has no requests left, before any work is done for one."""
-        self._rate_limiter.check_requests(tenant, time.monotonic())
-
-    def count_refused(self, tenant: Tenant) -> None:
-        """Counts a request that was refused for what it sent: reading it took the event loop's time."""
-        self._rate_limiter.count_request(tenant, time.monotonic())
-
-    def reserve_delivery(self, tenant: Tenant) -> Reservation:
-        """Counts a request for events that were generated before; it is concurrent until the reservation ends.
-
-        Raises RateLimitExceeded.
-        """
-        return self._rate_limiter.reserve(tenant, 0, time.monotonic())
-
-    @contextmanager
-    def count_request(self, tenant: Tenant) -> Iterator[WorkAccount]:
-        """Counts a request that generates nothing against the request limits. Raises RateLimitExceeded."""
-        reservation = self._rate_limiter.reserve(tenant, 0, time.monotonic())
-        try:
-            yield WorkAccount(tenant.cache_namespace, reservation)
-        finally:
-            reservation.end(0)
-
-    @contextmanager
-    def prepare(self, tenant: Tenant) -> Iterator[WorkAccount]:
-        """Host work before reserve_tokens(), which counts the request; if the work fails, the request is counted here.
-
-        Raises RateLimitExceeded.
-        """
-        with self.count_request(tenant) as account:
-            yield account
-            account.reservation.cancel()
-
-    @contextmanager
-    def reserve_queue(
-        self, request: GenerationRequest, tenant: Tenant, timeouts: Timeouts, queue: RequestQueue
-    ) -> Iterator[None]:
-        """Reserves capacity in `queue` during tokenization; refuses a request whose deadline would pass in the queue.
-
-        Raises QueueFull, and InvalidRequest if it can never fit into the queue.
-        """
-        max_wait = min(timeouts.queue, timeouts.deadline / 2)
-        others = [text for text in (request.source, request.suffix) if text]
-        texts = [*request.prompts, *others]
-        max_characters = None if request.truncate_prompt_tokens is None else tail_length(request.truncate_prompt_tokens)
-        tokens = sum(self._estimate_tokens(text, max_characters) for text in texts)
-        requests = len(request.prompts) * request.n_sampled
-        with queue.reserved(tenant.cache_namespace, requests, tokens, time.monotonic(), max_wait):
-            yield
-
-    def charge(self, reservation: Reservation, request: GenerationRequest, engine_requests: Sequence[Request]) -> None:
-        """Replaces the estimate by the exact number of tokens. Raises InvalidRequest, RateLimitExceeded."""
-        leaders = [leader for leader in engine_requests if leader.leader is None]
-        prompt_tokens = sum(len(leader.prompt) + len(leader.source) for leader in leaders)
-        max_sampled = sum(each.max_tokens for each in engine_requests)
-        reservation.charge(prompt_tokens + max_sampled, time.monotonic())
-        if all(isinstance(prompt, str) for prompt in request.prompts) and request.truncate_prompt_tokens is None:
-            self._characters = self._characters * _DECAY + sum(map(len, request.prompts))
-            self._tokens = self._tokens * _DECAY + sum(len(leader.prompt) for leader in leaders)
-
-    def _estimate_tokens(self, prompt: Prompt, max_characters: int | None) -> int:
-        """Estimated tokens of a prompt, from the characters per token of recent texts."""
-        if not isinstance(prompt, str):
-            return len(prompt)
-        length = len(prompt) if max_characters is None else min(len(prompt), max_characters)
-        return round(length * self._tokens / self._characters)
-
-
-def _min_tokens(prompt: Prompt, tokenizer: Tokenizer) -> int:
-    return tokenizer.least_tokens(prompt) if isinstance(prompt, str) else len(prompt)
-
-
 _CANARY = "the canary"
 """Name and cache namespace of canary requests; a client's names cannot contain a space."""
 _CANARY_SECONDS = 30.0

@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from app.cli import check
-from app.serving.service import FAILURES, RECHECK_SECONDS
+from app.serving.failure_monitor import FAILURES, RECHECK_SECONDS
 from tests.support import ROOT
 from tests.support.armed_faults import Faults
 from tests.support.model.bad_weights import BAD, KV_BLOCKS, bad_weights, good_weights

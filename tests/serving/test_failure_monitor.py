@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from app.serving import service
-from app.serving.service import FAILURES, FailureMonitor
+from app.serving import failure_monitor
+from app.serving.failure_monitor import FAILURES, FailureMonitor
 from tests.support.async_test import async_test
 
 
@@ -35,7 +35,7 @@ class MonitorHarness:
 async def _running() -> AsyncIterator[MonitorHarness]:
     harness = MonitorHarness()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(service, "RECHECK_SECONDS", 0.01)
+        patch.setattr(failure_monitor, "RECHECK_SECONDS", 0.01)
         task = asyncio.create_task(harness.monitor.run())
         yield harness
         task.cancel()
