@@ -1,4 +1,4 @@
-"""Queue of the requests that wait for an engine, and its measured throughput.
+"""Queue of the requests that wait for an engine, and their exact positions in it.
 
 There is one queue for all engines. Tenants (requests of one cache namespace) take turns, a request each: what one costs
 the engine is only known afterwards, and its position must be exact. Within a tenant the first to come is the first
@@ -9,8 +9,6 @@ grammar while the engines compile as many as they may.
 
 A request leaves its tenant's part when it is sent to an engine, but counts as waiting until the engine has started it;
 so do requests that are still being tokenized. With API keys no tenant can fill the queue alone.
-
-check_ids() decides whether a request fits the model, before it is submitted.
 """
 
 from __future__ import annotations
@@ -23,74 +21,14 @@ from dataclasses import dataclass, field
 
 from msgspec import Struct
 
-from app.common.errors import ContextLengthExceeded, InvalidRequest, QueueFull
+from app.common.errors import InvalidRequest, QueueFull
 from app.common.fair_turns import FairTurns, may_hold
 from app.common.types import Request, RequestStarted
+from app.engine_client.throughput_estimate import ThroughputEstimate
 
 _TENANT_FACTOR = 7
 """A tenant may hold seven times what is free: seven eighths of the queue if it is alone."""
 _TURN = 1.0
-
-
-def check_ids(ids: list[int], *, context: int, vocab_size: int, field: str) -> None:
-    """Raises ContextLengthExceeded for more ids than the context holds, InvalidRequest for an unknown one."""
-    if len(ids) > context:
-        raise ContextLengthExceeded(len(ids), context, field)
-    for token in ids:
-        if not 0 <= token < vocab_size:
-            raise InvalidRequest(
-                f"token id {token} is outside the vocabulary: ids go from 0 to {vocab_size - 1}", field
-            )
-
-
-# An empty queue says nothing about throughput, since requests are admitted at once. So the estimate counts only the
-# time after reports with a backlog, and the work that left the queue in that time; both decay over half a minute.
-
-_DECAY_SECONDS = 30.0
-_PRIOR_REQUESTS, _PRIOR_INTERVAL = 2, 0.1
-"""Prior of the estimate: requests, and seconds between two of them, before anything is measured."""
-_MIN_REQUESTS = 8
-
-
-class ThroughputEstimate:
-    """Measured throughput of the queue, in any unit of work."""
-
-    def __init__(self) -> None:
-        self._work = self._seconds = 0.0
-        self._backlog_since: float | None = None
-
-    @property
-    def has_backlog(self) -> bool:
-        """Whether requests waited at the last report: new ones do not start at once."""
-        return self._backlog_since is not None
-
-    def record(self, left: float, now: float, *, has_backlog: bool) -> None:
-        """Records the work that left the queue since the last call, and whether requests still wait."""
-        if self._backlog_since is not None:
-            seconds = max(0.0, now - self._backlog_since)
-            decay = math.exp(-seconds / _DECAY_SECONDS)
-            self._work = self._work * decay + left
-            self._seconds = self._seconds * decay + seconds
-        self._backlog_since = now if has_backlog else None
-
-    def seconds_for(self, work: float, mean_work: float, now: float) -> float:
-        """Estimated seconds until `work` has left the queue; `mean_work` is that of an average request.
-
-        A prior assumes that a few requests left quickly, with a weight that decays: so there is an estimate before the
-        first measurement, and the estimate for a stalled engine grows with each second but stays finite.
-        """
-        prior = _PRIOR_REQUESTS * max(0.05, 1 - self._seconds / _DECAY_SECONDS)
-        return work * (self._measured(now) + prior * _PRIOR_INTERVAL) / (self._work + prior * mean_work)
-
-    def is_reliable(self, mean_work: float, seconds: float, now: float) -> bool:
-        """Whether the estimate justifies a refusal: enough requests have left, or none has for `seconds`."""
-        return self.has_backlog and (self._work >= _MIN_REQUESTS * mean_work or self._measured(now) >= seconds)
-
-    def _measured(self, now: float) -> float:
-        stalled = 0.0 if self._backlog_since is None else max(0.0, now - self._backlog_since)
-        return self._seconds + stalled
-
-
 _MAX_RETRY_SECONDS = 120.0
 _PROMPT_TOKENS_PER_STEP = 8
 """Prompt tokens that cost as much as one generated token: a step computes 256 of them or 32 with default settings."""

@@ -10,8 +10,8 @@ from app.access.worker_turns import WorkAccount
 from app.common.errors import ContextLengthExceeded, InvalidRequest
 from app.common.fault_injection import fault
 from app.common.ipc import Ready
-from app.engine_client.request_queue import check_ids
 from app.generation.request import GenerationRequest, Prompt
+from app.generation.token_ids import check_ids
 from app.tokenization.text_encoder import SLICE, TextEncoder, TokenizerPool
 from app.tokenization.tokenizer_sandbox import Part
 from model.tokenizer.infill import infill_tokens

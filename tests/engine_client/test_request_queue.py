@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from app.common.errors import InvalidRequest, QueueFull
 from app.common.types import Request, RequestStarted
-from app.engine_client.request_queue import RequestQueue, ThroughputEstimate
+from app.engine_client.request_queue import RequestQueue
 
 
 def _request(name: str, namespace: str = "", *, prompt: int = 1, max_tokens: int = 10, **fields: str) -> Request:
@@ -189,19 +189,6 @@ def test_batched_and_single_starts_give_the_same_throughput() -> None:
         waits.append(queue.eta_seconds(9, i / 10))
     assert waits[0] == pytest.approx(1.0, rel=0.05)
     assert waits[1] == pytest.approx(1.0, rel=0.15)
-
-
-def test_idle_time_and_starts_without_a_queue_are_ignored() -> None:
-    pace = ThroughputEstimate()
-    for i in range(100):
-        pace.record(10, i * 10.0, has_backlog=False)
-    assert pace.seconds_for(10, 10, 1e6) == pytest.approx(0.1)
-    pace.record(0, 1000.0, has_backlog=True)
-    for i in range(1, 101):
-        pace.record(10, 1000.0 + i, has_backlog=i < 100)
-    before = pace.seconds_for(100, 10, 1100.0)
-    assert before == pytest.approx(10, rel=0.1)
-    assert pace.seconds_for(100, 10, 5000.0) == before
 
 
 def test_wait_estimate_is_based_on_work_not_on_requests() -> None:
