@@ -25,7 +25,8 @@ from app.common.version import VERSION
 from app.http import request_log
 from app.http.auth import AuthMiddleware, has_known_key, public_routes
 from app.http.connection_limits import ConnectionLimits, HttpLimits
-from app.http.host_filter import CorsMiddleware, HostFilter
+from app.http.cors import CorsMiddleware
+from app.http.host_filter import HostFilter
 from app.http.idempotency import IdempotencyMiddleware
 from app.http.incoming_bodies import IncomingBodies
 from app.http.request_log import RequestLogMiddleware

@@ -19,11 +19,11 @@ from app.api.resume_store import ResumeStore
 from app.common.errors import RateLimitExceeded
 from app.common.model_version import Version
 from app.http.auth import tenant_of
+from app.http.disconnect import until_disconnect
 from app.http.errors import ApiError, from_validation
 from app.http.incoming_bodies import IncomingBodies
 from app.http.request_body import json_body, utf8_json
 from app.http.response_model import ResponseModel, json_schema
-from app.http.sse import until_disconnect
 from app.serving.service import Service
 
 _Body = TypeVar("_Body", bound=BaseModel)

@@ -30,8 +30,8 @@ from app.engine_client.engine_pool import EnginePool
 from app.generation.collector import CollectedOutput, collect
 from app.generation.completion import CompletionTimes
 from app.generation.request import Finished, GenerationRequest
-from app.http import sse
 from app.http.auth import tenant_of
+from app.http.disconnect import until_disconnect
 from app.http.errors import ApiError, from_engine
 from app.http.request_log import AccessRecord, record_of
 from app.http.response_model import JsonStream, ResponseModel
@@ -87,7 +87,7 @@ class RequestHandle:
         try:
             # Validating a grammar or tokenizing a long text may take a while: stop if the client disconnects.
             work = service.begin(record.request_id, generation_request, tenant_of(request), heartbeat, instance, times)
-            admitted = await sse.until_disconnect(work, request.receive)
+            admitted = await until_disconnect(work, request.receive)
         except Exception as error:
             if isinstance(error, EngineError):
                 metrics.record_rejected(_rejection_reason(error))
@@ -176,7 +176,7 @@ class RequestHandle:
     async def respond(self, work: Coroutine[Any, Any, ResponseModel], request: Request) -> Response:
         """Responds with the result of `work`; the rate limit reservation ends when the client has the last byte."""
         try:
-            content = await sse.until_disconnect(work, request.receive)
+            content = await until_disconnect(work, request.receive)
             if content is None:  # the client has disconnected
                 self.end()
                 return Response(status_code=499)

@@ -25,8 +25,8 @@ from app.cluster.messages import ReplicaLost
 from app.cluster.replica_pool import ReplicaResponse
 from app.cluster.retry import RetryingRequest, read_error
 from app.cluster.stored_stream import KeptStream, Subscription
-from app.http import sse
 from app.http.errors import ApiError
+from app.http.event_stream_response import EventStreamResponse
 from app.http.response_cycle import BodyWriter
 from app.http.sse import PING, Event, EventParser, parse_event
 
@@ -35,7 +35,7 @@ _MAX_UNPARSED_BYTES = 1 << 16
 """More of a stream's tokens is parsed: their text, which is kept, is a fraction of them."""
 
 
-class EventStream(sse.EventStreamResponse):
+class EventStream(EventStreamResponse):
     """Streams a response, and closes the replica's response even if the client disconnects before the first byte."""
 
     def __init__(

@@ -43,8 +43,9 @@ from app.common.settings import Settings
 from app.http import sse
 from app.http.auth import AuthMiddleware, public_routes, tenant_of
 from app.http.best_effort import BestEffortTurns
+from app.http.cors import CorsMiddleware
+from app.http.disconnect import until_disconnect
 from app.http.errors import ApiError, from_engine
-from app.http.host_filter import CorsMiddleware
 from app.http.incoming_bodies import SMALL_BODY, IncomingBodies
 from app.http.request_log import AccessRecord
 
@@ -166,7 +167,7 @@ class Gateway:
         record = AccessRecord.get_or_create(scope)
         try:
             call = await self._read(Request(scope, receive), record.request_id)
-            response = await sse.until_disconnect(self._route(call), receive)
+            response = await until_disconnect(self._route(call), receive)
         except (ApiError, RateLimitExceeded) as problem:
             error = problem if isinstance(problem, ApiError) else from_engine(problem)
             headers = {**error.headers, "X-Request-Id": record.public_id}

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from app.common.event_loop import TimeSlice
-from app.http.sse import until_disconnect
+from app.http.disconnect import until_disconnect
 
 _T = TypeVar("_T")
 NOT_SENT: Any = UNSET

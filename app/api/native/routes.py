@@ -24,6 +24,7 @@ from app.generation.request import GenerationRequest
 from app.http import sse
 from app.http.auth import owner_of, tenant_of
 from app.http.errors import ApiError
+from app.http.event_stream_response import EventStreamResponse
 from app.http.request_log import record_of
 from app.http.response_model import json_response
 
@@ -148,7 +149,7 @@ async def cancel(request: Request, request_id: str) -> Response:
 def _respond(stream: ResumableStream, number: int = 0) -> Response:
     connection = Connection()
     stream.attach(connection)
-    return sse.EventStreamResponse(
+    return EventStreamResponse(
         partial(stream.frames_from, number, connection), lambda: stream.detach(connection), stream.headers
     )
 

@@ -19,6 +19,7 @@ from app.common.fault_injection import fault
 from app.generation.collector import CollectedOutput
 from app.generation.request import CompletionEvent, Delta, Finished, TokenDetail, TokenTable
 from app.http import sse
+from app.http.event_stream_response import EventStreamResponse
 from app.http.response_model import NOT_SENT, LazyArray, ResponseModel
 from model.tokenizer.tokenizer import Tokenizer
 
@@ -153,7 +154,7 @@ class Responder(Delivery):
         """Sends the response and ends the request."""
         if self._stream:
             self.attach(connection := Connection())
-            return sse.EventStreamResponse(partial(self.frames, connection), self.handle.end, self.handle.headers)
+            return EventStreamResponse(partial(self.frames, connection), self.handle.end, self.handle.headers)
         return await self.handle.respond(self._full_response(), request)
 
     async def _full_response(self) -> OpenAIResponse:

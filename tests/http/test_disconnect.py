@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from starlette.types import Message
 
-from app.http.sse import until_disconnect
+from app.http.disconnect import until_disconnect
 from tests.support.async_test import async_test
 
 
