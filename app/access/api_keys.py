@@ -21,7 +21,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from app.access.rate_limiter import RateLimits, Tenant
+from app.access.tenant import RateLimits, Tenant
 from model.files import one_line, replaced_file
 
 # The file is JSON, is private to one user (mode 0600) and contains only the SHA-256 of each key. A plain hash is

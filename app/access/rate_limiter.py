@@ -1,4 +1,4 @@
-"""Tenants and their rate limits: requests, tokens and concurrency. The current time is always an argument.
+"""Rate limits of tenants: requests, tokens and concurrency. The current time is always an argument.
 
 A limit per minute applies to a sliding window of 60 seconds. Two buckets estimate the usage in it; the estimate is
 exact for a burst and for an even stream of equal requests. If most of a bucket's usage is at its end, it seems to leave
@@ -17,35 +17,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from app.access.tenant import RateLimits, Tenant
 from app.common.errors import InvalidRequest, RateLimitExceeded
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RateLimits:
-    """Limits of one tenant; 0 means unlimited."""
-
-    requests_per_minute: int = 0
-    tokens_per_minute: int = 0
-    """Prompt and generated tokens together."""
-    concurrency: int = 0
-    """Concurrent requests."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tenant:
-    """The owner of an API key. Without keys all clients share one tenant."""
-
-    name: str = ""
-    cache_namespace: str = ""
-    """Tenants share cached prompt blocks only within a namespace, and take turns by it."""
-    limits: RateLimits = RateLimits()
-    reads_usage: bool = False
-    """Whether it may read the usage of all tenants."""
-
-
-ANONYMOUS = Tenant(reads_usage=True)
-"""Tenant of all requests to a service without keys."""
-
 
 _WINDOW = 60.0
 _FREE_WORK_SECONDS = 0.05

@@ -17,7 +17,7 @@ from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.access.api_keys import ApiKeys
-from app.access.rate_limiter import ANONYMOUS, Tenant
+from app.access.tenant import ANONYMOUS, Tenant
 from app.http.best_effort import BestEffortTurns
 from app.http.errors import ApiError
 from app.http.request_log import record_of, respond

@@ -10,7 +10,8 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from app.access.rate_limiter import RateLimiter, Reservation, Tenant
+from app.access.rate_limiter import RateLimiter, Reservation
+from app.access.tenant import Tenant
 from app.access.worker_turns import WorkAccount
 from app.common.errors import InvalidRequest, Unavailable
 from app.common.types import Request

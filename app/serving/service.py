@@ -10,7 +10,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from app.access.rate_limiter import Reservation, Tenant
+from app.access.rate_limiter import Reservation
+from app.access.tenant import Tenant
 from app.access.worker_turns import LoopShare, WorkAccount
 from app.common.errors import DeadlineExceeded, EngineError, EngineFailed, InvalidRequest, NotReady, Starting
 from app.common.ipc import Ready

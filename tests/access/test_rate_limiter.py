@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.access.rate_limiter import ANONYMOUS, UNLIMITED, RateLimiter, RateLimits, SlidingWindow, Tenant
+from app.access.rate_limiter import UNLIMITED, RateLimiter, SlidingWindow
+from app.access.tenant import ANONYMOUS, RateLimits, Tenant
 from app.common.errors import InvalidRequest, RateLimitExceeded
 
 _ATTEMPTS = st.tuples(st.floats(0, 30), st.integers(1, 60), st.integers(0, 60))

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from app.access.rate_limiter import RateLimiter, RateLimits, Tenant
+from app.access.rate_limiter import RateLimiter
+from app.access.tenant import RateLimits, Tenant
 from app.access.worker_turns import Busy, LoopShare, Turn, WorkAccount, WorkerTurns
 from tests.support.async_test import async_test
 

@@ -12,7 +12,7 @@ from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.access.api_keys import ApiKeys
-from app.access.rate_limiter import ANONYMOUS
+from app.access.tenant import ANONYMOUS
 from app.http.auth import (
     AuthMiddleware,
     has_known_key,

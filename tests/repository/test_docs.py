@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from app.access.rate_limiter import RateLimits
+from app.access.tenant import RateLimits
 from app.api.native.routes import CompleteRequest
 from app.common.settings import Settings, field_docstrings, grouped_fields
 from app.common.version import RELEASE

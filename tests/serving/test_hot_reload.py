@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from app.access.rate_limiter import ANONYMOUS
+from app.access.tenant import ANONYMOUS
 from app.api.delivery import Connection
 from app.api.native.resumable_stream import ResumableStream
 from app.api.resume_store import ResumeStore

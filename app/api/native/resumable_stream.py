@@ -12,7 +12,8 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from app.access.rate_limiter import Reservation, Tenant
+from app.access.rate_limiter import Reservation
+from app.access.tenant import Tenant
 from app.api import schemas
 from app.api.delivery import Connection, Delivery
 from app.api.request_handle import RequestHandle
