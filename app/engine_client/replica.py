@@ -11,7 +11,8 @@ from typing import Protocol
 from app.common.errors import EngineFailed, InvalidRequest
 from app.common.ipc import Cancel, Ready, Submit, WorkerConfig
 from app.common.types import Counters, Request, StepReport
-from app.engine_client.crash_recovery import CANARY_ID, CanaryRequest, CrashRecovery
+from app.engine_client.canary import CANARY_ID, CanaryRequest
+from app.engine_client.crash_suspects import CrashSuspects
 from app.engine_client.engine_process import WORKER
 from app.engine_client.engine_slots import EngineSlots
 from app.engine_client.open_sequences import OpenSequences, flush_all
@@ -65,7 +66,7 @@ class Replica:
         self.supervisor = Supervisor(config, self, silence_seconds=silence_seconds, command=command)
         self._responses: dict[str, OpenSequences] = {}  # by request id, in the order of sending
         self._reached: set[OpenSequences] = set()  # their readers do not know yet what has arrived
-        self._recovery = CrashRecovery()
+        self._suspects = CrashSuspects()
         self._canary = CanaryRequest()
         self._has_suspects = False
         """Whether suspects wait or are on trial; a plain attribute, because every report asks."""
@@ -95,12 +96,12 @@ class Replica:
     @property
     def n_suspects(self) -> int:
         """Requests that were in flight in a crash, and are retried one by one."""
-        return self._recovery.n_suspects
+        return self._suspects.n_suspects
 
     @property
     def expects_progress(self) -> bool:
         """Whether the engine has work besides grammars, and so must make progress; for the supervisor."""
-        return self._recovery.n_in_flight > self._slots.n_compiling
+        return self._suspects.n_in_flight > self._slots.n_compiling
 
     @property
     def can_start(self) -> bool:
@@ -120,17 +121,17 @@ class Replica:
         self._responses[request_id] = response
         if response.crash_count:
             self._slots.hold(response.request(request_id))
-            self._recovery.add_suspect(request_id, response.crash_count)
+            self._suspects.add_suspect(request_id, response.crash_count)
             self._send_suspects()
         else:
-            self._recovery.add(request_id, self._progress(request_id))
+            self._suspects.add(request_id, self._progress(request_id))
             self._submit(request_id)
 
     def release(self, request_ids: Sequence[str]) -> None:
         """Cancels the given requests that this engine holds; their responses keep their crash counts."""
         for request_id in request_ids:
             if response := self._responses.get(request_id):
-                response.crash_count = max(response.crash_count, self._recovery.crash_count(request_id))
+                response.crash_count = max(response.crash_count, self._suspects.crash_count(request_id))
                 self.supervisor.send(Cancel(request_id))
         self._remove(request_ids)
 
@@ -197,7 +198,7 @@ class Replica:
         if self.ready and (canary := self._canary.start(self.ready)):
             self._responses[CANARY_ID] = canary
             self._slots.hold(canary.requests[0])
-            self._recovery.add_first(CANARY_ID)
+            self._suspects.add_first(CANARY_ID)
         self._send_suspects()
         self.pool.on_capacity()
 
@@ -210,7 +211,7 @@ class Replica:
         self._remove(self._canary.on_crash())
         for response in dict.fromkeys(self._responses.values()):
             response.incidents.append((time.monotonic(), "engine crashed"))
-        refused = self._recovery.on_crash(self._progress)
+        refused = self._suspects.on_crash(self._progress)
         self._has_suspects = True
         # A response fails as a whole: all its sequences have the same parameters.
         for response in {self._responses[request_id] for request_id in refused}:
@@ -229,9 +230,9 @@ class Replica:
 
     def _send_suspects(self) -> None:
         """Sends the next suspect, if it can start at once: while it waits it could not clear itself."""
-        self._recovery.update_trial(self._progress)
-        can_start = self._recovery.n_in_flight < self.max_running and not self.counters.waiting
-        if self.ready and can_start and (request_id := self._recovery.pop_next(self._progress)):
+        self._suspects.update_trial(self._progress)
+        can_start = self._suspects.n_in_flight < self.max_running and not self.counters.waiting
+        if self.ready and can_start and (request_id := self._suspects.pop_next(self._progress)):
             self._submit(request_id)
         self._has_suspects = self.n_suspects > 0
 
@@ -245,6 +246,6 @@ class Replica:
 
     def _remove(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
-            self._recovery.remove(request_id)
+            self._suspects.remove(request_id)
             self._responses.pop(request_id, None)
             self._slots.release(request_id)

@@ -22,7 +22,7 @@ from app.common.ipc import Submit
 from app.common.model_version import Version
 from app.common.settings import Settings
 from app.common.types import Counters, Request, RequestStarted, StepReport
-from app.engine_client.crash_recovery import CANARY_ID
+from app.engine_client.canary import CANARY_ID
 from app.engine_client.prefix_router import PrefixRouter, block_hashes
 from app.engine_client.supervisor import EngineStopped
 from app.generation.completion import MAX_BUFFERED, Completion

@@ -1,4 +1,4 @@
-"""How the requests of one engine continue after a crash: suspects one at a time, and a canary request.
+"""Order of an engine's requests after a crash: suspects are sent one at a time, and refused after two crashes.
 
 A crash is a pause: the client keeps the prompt and the delivered tokens of every open request, and submits them to the
 next engine process (supervisor.py). A request is in flight from when it is sent until it ends, and a crash makes all
@@ -13,10 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from app.common.errors import EngineError
-from app.common.ipc import Ready
-from app.common.types import PromptScores, Request, RequestStarted, SampledEvent
-from app.engine_client.open_sequences import OpenSequences, Writes
 from app.engine_client.restart_policy import TOKENS_TO_CLEAR
 
 _MAX_REQUEST_CRASHES = 2
@@ -27,14 +23,14 @@ Progress = Callable[[str], int]
 
 @dataclass(slots=True)
 class _TrackedRequest:
-    """One open request of an engine. Owned by CrashRecovery."""
+    """One open request of an engine. Owned by CrashSuspects."""
 
     crash_count: int = 0
     """Consecutive crashes in which it was in flight without being cleared in between."""
     progress_when_sent: int = 0
 
 
-class CrashRecovery:
+class CrashSuspects:
     """Tracks the requests of one engine, in the order of sending: in flight, or suspects that wait for their trial."""
 
     def __init__(self) -> None:
@@ -104,79 +100,3 @@ class CrashRecovery:
 
     def _is_cleared(self, request_id: str, progress: Progress) -> bool:
         return progress(request_id) - self._requests[request_id].progress_when_sent >= TOKENS_TO_CLEAR
-
-
-# scheduled --an engine is ready--> running --two tokens--> answered        a crash before that: scheduled again
-#
-# The canary request is sent first and alone. If the engine crashes on it, no client's request is to blame; if it is
-# answered, the engine works, even if no client has got a token since: bad requests alone must not end the service.
-
-CANARY_ID = "engine canary"
-"""No client's request has this id, since it contains a space."""
-
-
-class _Canary(OpenSequences):
-    """The canary's one sequence; nobody reads its tokens."""
-
-    __slots__ = ("n_tokens",)
-
-    def __init__(self, request: Request) -> None:
-        super().__init__([request])
-        self.n_tokens = 0
-
-    def add_token(self, request_id: str, at: float, event: SampledEvent) -> None:  # noqa: ARG002
-        if event.token is not None and request_id in self._open:
-            self.n_tokens += 1
-            self._generated[0].append(event.token)
-        if event.finish:
-            self._open.clear()
-
-    def add_start(self, at: float, started: RequestStarted) -> None:
-        pass
-
-    def add_scores(self, scores: PromptScores) -> None:
-        pass
-
-    def fail(self, error: EngineError) -> None:  # noqa: ARG002 - only that it ended counts
-        self._open.clear()
-
-    def flush(self, writes: Writes) -> None:
-        pass
-
-
-class CanaryRequest:
-    """Canary request that confirms a restarted engine works. Owned by the replica of one engine."""
-
-    def __init__(self) -> None:
-        self._is_scheduled = False
-        self._canary: _Canary | None = None
-
-    @property
-    def n_steps(self) -> int:
-        """Steps of this engine process that delivered a token to the canary request."""
-        return self._canary.n_tokens if self._canary else 0
-
-    def schedule(self) -> None:
-        """Schedules a canary request, because a request was refused for a crash."""
-        self._is_scheduled = True
-
-    def start(self, ready: Ready) -> OpenSequences | None:
-        """Starts the canary on a ready engine; None if none is scheduled."""
-        if not self._is_scheduled:
-            return None
-        request = Request(
-            id=CANARY_ID,
-            prompt=(ready.start_id or 0,),
-            source=(0,) if ready.has_encoder else (),
-            max_tokens=min(TOKENS_TO_CLEAR, ready.context - 1),
-        )
-        self._is_scheduled, self._canary = False, _Canary(request)
-        return self._canary
-
-    def on_crash(self) -> list[str]:
-        """Schedules an unanswered canary again; returns the ids of requests that were still open."""
-        canary, self._canary = self._canary, None
-        if not (canary and canary.is_open):
-            return []
-        self._is_scheduled = True
-        return canary.open_ids
