@@ -25,7 +25,7 @@ from app.engine.execution.engine import Engine
 from app.engine.guided.grammar_tracker import GrammarTracker
 from app.engine.memory.device_errors import broken_capture, lacked_device_memory
 from app.engine.memory.memory_plan import CacheShape, choose_context, mib
-from app.engine.scheduling.block_allocator import BlockPool
+from app.engine.scheduling.block_pool import BlockPool
 from app.engine.scheduling.scheduler import Scheduler, StepLimits
 from app.engine.startup_checks import check_batch_invariance, check_finite_logits, check_golden
 from app.engine.worker_loop import BuiltEngine, EngineStartError

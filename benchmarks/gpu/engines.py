@@ -18,7 +18,7 @@ from app.engine.execution.torch_executor import groups_of
 from app.engine.gpu.decoder import PagedDecoder
 from app.engine.gpu.graphs import Capture
 from app.engine.gpu.setup import device_runner
-from app.engine.scheduling.block_allocator import BlockPool
+from app.engine.scheduling.block_pool import BlockPool
 from app.engine.scheduling.scheduler import Scheduler, StepLimits
 from benchmarks.gpu.reference_kernels import ReferenceKernels
 from benchmarks.gpu.results import Finding, StageContext

@@ -22,7 +22,7 @@ from app.engine.execution.engine import Engine
 from app.engine.execution.runner import Runner
 from app.engine.execution.torch_executor import TorchExecutor
 from app.engine.sampling.sampled_token import SampledToken
-from app.engine.scheduling.block_allocator import BlockPool
+from app.engine.scheduling.block_pool import BlockPool
 from app.engine.scheduling.scheduler import Scheduler, StepLimits
 from app.engine.startup import build_engine
 from app.engine.startup_checks import BatchVarianceError, check_batch_invariance, check_finite_logits, check_golden

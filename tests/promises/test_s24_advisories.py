@@ -26,7 +26,7 @@ import pytest
 
 from app.chat.template_client import RenderJob
 from app.chat.template_worker import render
-from app.engine.scheduling.block_allocator import BlockPool
+from app.engine.scheduling.prefix_cache import chain_hash
 from tests.support import ROOT
 from tests.support.keyed_server import raw_request, send_raw, status_of
 from tests.support.promise_figures import Promise
@@ -286,5 +286,5 @@ def test_advisory_does_not_apply(target: Server, advisory: str, promise: Promise
 
 def test_prefix_cache_uses_a_collision_resistant_hash() -> None:
     """vLLM GHSA-rm76-4mrf-v9r8 (CVE-2025-25183) used Python's hash()."""
-    source = Path(str(BlockPool.__init__.__code__.co_filename)).read_text()
+    source = Path(chain_hash.__code__.co_filename).read_text()
     assert "sha256" in source and not re.search(r"[^_.a-z]hash\(", source)

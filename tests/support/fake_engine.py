@@ -20,7 +20,7 @@ from app.engine.execution.engine import Engine
 from app.engine.guided.grammar_workers import GrammarWorkers, Job
 from app.engine.sampling.sampled_token import SampledToken
 from app.engine.scheduling.batch_plan import BatchPlan, StepResult
-from app.engine.scheduling.block_allocator import BlockPool
+from app.engine.scheduling.block_pool import BlockPool
 from app.engine.scheduling.scheduler import Scheduler, StepLimits
 from app.engine.worker_loop import BuiltEngine, run
 from model.files import regular_file, sha256

@@ -41,7 +41,13 @@ _ENGINE, _PROMISES = "app/engine", "tests/promises"
 _SCHEDULING = ("tests/engine/scheduling", f"{_PROMISES}/test_r27_state_machine.py")
 SUBJECTS = {
     "scheduler": Subject((f"{_ENGINE}/scheduling/scheduler.py",), _SCHEDULING),
-    "allocator": Subject((f"{_ENGINE}/scheduling/block_allocator.py",), _SCHEDULING),
+    "allocator": Subject(
+        tuple(
+            f"{_ENGINE}/scheduling/{name}.py"
+            for name in ("block_allocator", "block_pool", "prefix_cache", "steps_in_flight")
+        ),
+        _SCHEDULING,
+    ),
     "sampler": Subject((f"{_ENGINE}/sampling/sampler.py",), ("tests/engine/sampling",)),
     "text": Subject(("app/generation/detokenizer.py",), ("tests/generation",)),
     "quotas": Subject(

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from app.common.types import Request, RequestStarted, StepReport
 from app.engine.execution.fault_isolation import FaultIsolation
 from app.engine.execution.step_runner import AsyncStepRunner, StepHandle, StepRunner
-from app.engine.scheduling.batch_plan import BatchPlan, StepResult
-from app.engine.scheduling.block_allocator import without_ended
+from app.engine.scheduling.batch_plan import BatchPlan, StepResult, without_ended
 from app.engine.scheduling.scheduler import Scheduler
 
 if TYPE_CHECKING:  # it needs numpy, which the main loop of the process must not wait for

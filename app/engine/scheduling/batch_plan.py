@@ -165,6 +165,12 @@ class BatchPlan(Struct, frozen=True):
     """(cache group, from, to): blocks to copy after that and before the step."""
 
 
+def without_ended(plan: BatchPlan) -> BatchPlan:
+    """The plan without ended sequences; block clears and copies stay, because those blocks are not released yet."""
+    chunks = tuple(chunk for chunk in plan.chunks if not chunk.sequence.ended)
+    return BatchPlan(chunks, plan.started, plan.clear, plan.copies)
+
+
 class StepResult(Struct, frozen=True):
     """Results of a step by request id."""
 

@@ -40,7 +40,9 @@ from app.common.types import (
 )
 from app.engine.sampling.sampled_token import MASK_NOT_READY, SampledToken
 from app.engine.scheduling.batch_plan import BatchPlan, Chunk, Sequence, StepResult
-from app.engine.scheduling.block_allocator import BlockAllocator, BlockPool, StepsInFlight
+from app.engine.scheduling.block_allocator import BlockAllocator
+from app.engine.scheduling.block_pool import BlockPool
+from app.engine.scheduling.steps_in_flight import StepsInFlight
 
 _PROMPT_TOKENS_PER_DECODE = 4
 """Prompt tokens that are always allowed per decode: a step of many decodes takes long in any case."""

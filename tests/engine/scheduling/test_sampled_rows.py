@@ -12,7 +12,9 @@ import pytest
 from app.common.types import FinishReason, Request, SamplingParams, StepReport
 from app.engine.sampling.sampled_token import MASK_NOT_READY, SampledToken
 from app.engine.scheduling.batch_plan import BatchPlan, Chunk, Sequence, StepResult
-from app.engine.scheduling.block_allocator import BlockAllocator, BlockPool, find_prefix
+from app.engine.scheduling.block_allocator import BlockAllocator
+from app.engine.scheduling.block_pool import BlockPool
+from app.engine.scheduling.prefix_cache import find_prefix
 from app.engine.scheduling.scheduler import NOT_FINITE, Scheduler, StepLimits
 from tests.support.engine.drafting_scheduler import DraftingScheduler
 from tests.support.engine.scheduler_simulation import (

@@ -17,8 +17,10 @@ from app.common.types import FinishReason, Request, RequestStarted, SamplingPara
 from app.engine.execution.engine import Engine
 from app.engine.scheduling.batch_plan import BatchPlan, Chunk, StepResult
 from app.engine.scheduling.batch_plan import Sequence as EngineSequence
-from app.engine.scheduling.block_allocator import BlockAllocator, BlockPool, StepsInFlight
+from app.engine.scheduling.block_allocator import BlockAllocator
+from app.engine.scheduling.block_pool import BlockPool
 from app.engine.scheduling.scheduler import Scheduler, StepLimits
+from app.engine.scheduling.steps_in_flight import StepsInFlight
 from tests.support.engine.delayed_runner import DelayedRunner, WatchedPool
 from tests.support.engine.scheduler_simulation import (
     EOS,
@@ -297,11 +299,11 @@ def _take_null_blocks(self: BlockAllocator, leader: EngineSequence) -> list[list
 @pytest.mark.parametrize(
     ("name", "planted"),
     [
-        ("BlockAllocator.release_before", _release_one_more),
-        ("BlockAllocator._leader_blocks", _take_null_blocks),
-        ("find_prefix", lambda pools, hashes: [[pool.null_block] * len(hashes) for pool in pools]),
-        ("BlockPool.held", lambda _self, blocks: blocks),
-        ("StepsInFlight.release", lambda self, table: self.release_now(table)),
+        ("block_allocator.BlockAllocator.release_before", _release_one_more),
+        ("block_allocator.BlockAllocator._leader_blocks", _take_null_blocks),
+        ("block_allocator.find_prefix", lambda pools, hashes: [[pool.null_block] * len(hashes) for pool in pools]),
+        ("block_pool.BlockPool.held", lambda _self, blocks: blocks),
+        ("steps_in_flight.StepsInFlight.release", lambda self, table: self.release_now(table)),
     ],
     ids=["one block too many", "shared with a fork", "found without content", "null blocks released", "in flight"],
 )
@@ -309,7 +311,7 @@ def test_simulation_detects_a_planted_bug_of_windows(
     name: str, planted: Callable[..., object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Positive control."""
-    monkeypatch.setattr(f"{BlockAllocator.__module__}.{name}", planted)
+    monkeypatch.setattr(f"app.engine.scheduling.{name}", planted)
     with pytest.raises((AssertionError, KeyError, IndexError)):
         _simulate_many(500, windows=(None, 3))
 
@@ -330,7 +332,7 @@ def _decodes_of_all(self: Scheduler) -> tuple[list[Chunk], list[EngineSequence]]
 @pytest.mark.parametrize(
     ("name", "planted"),
     [
-        ("app.engine.scheduling.block_allocator.BlockPool.release", _release_and_forget),
+        ("app.engine.scheduling.block_pool.BlockPool.release", _release_and_forget),
         ("app.engine.scheduling.block_allocator.chain_hash", lambda _parent, tokens: repr(tokens).encode()),
         ("tests.support.engine.scheduler_simulation.SimulatedDevice.copy", lambda _self, _pairs: None),
         (f"{StepsInFlight.__module__}.StepsInFlight.release", lambda self, table: self.release_now(table)),

@@ -14,7 +14,7 @@ from itertools import compress
 from app.engine.execution.step_runner import StepRunner
 from app.engine.sampling.sampled_token import MASK_NOT_READY
 from app.engine.scheduling.batch_plan import BatchPlan, Chunk, Sequence, StepResult
-from app.engine.scheduling.block_allocator import BlockPool
+from app.engine.scheduling.block_pool import BlockPool
 
 
 class WatchedPool(BlockPool):

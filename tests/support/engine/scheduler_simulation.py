@@ -9,7 +9,7 @@ from __future__ import annotations
 from app.common.types import FinishReason, Request, SampledEvent, StepReport, TokenScore
 from app.engine.sampling.sampled_token import MASK_NOT_READY, SampledToken
 from app.engine.scheduling.batch_plan import BatchPlan, Chunk, Sequence, StepResult
-from app.engine.scheduling.block_allocator import BlockPool
+from app.engine.scheduling.block_pool import BlockPool
 from app.engine.scheduling.scheduler import Scheduler, StepLimits
 
 VOCAB, EOS = 50, 0

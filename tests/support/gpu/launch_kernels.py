@@ -26,7 +26,7 @@ from app.engine.gpu.kernels.triton.quantized_products import int8_product
 from app.engine.gpu.linears import quantize_decoder
 from app.engine.gpu.runner import DeviceRunner
 from app.engine.gpu.triton_loader import QuantizedKernels, triton_kernels
-from app.engine.scheduling.block_allocator import BlockPool
+from app.engine.scheduling.block_pool import BlockPool
 from app.engine.scheduling.scheduler import Scheduler, StepLimits
 from benchmarks.gpu.compilation import Driver, engine_launches
 from model.weight_formats import WeightFormat

@@ -24,7 +24,7 @@ from app.engine.guided.grammar_tracker import GrammarTracker
 from app.engine.memory.cache_groups import cache_groups
 from app.engine.quantization.quantized_weights import round_weights
 from app.engine.sampling.sampler import TorchSampler
-from app.engine.scheduling.block_allocator import BlockPool
+from app.engine.scheduling.block_pool import BlockPool
 from app.engine.scheduling.scheduler import Scheduler, StepLimits
 from benchmarks.shapes import parameter_reader
 from model.checkpoint.checkpoint import weights_files
