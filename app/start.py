@@ -33,9 +33,10 @@ from app.engine_client.supervisor import EngineStopped
 from app.serving.instance_factory import open_instance
 from app.serving.kernel_prebuild import libraries_at_start
 from app.serving.model_instance import ModelInstance
+from model.checkpoint.chat_template_file import read_chat_template
 from model.checkpoint.hub import hub_model, resolve_weights
 from model.checkpoint.manifest import read_model_name
-from model.checkpoint.tensor_index import check_layout, read_chat_template
+from model.checkpoint.tensor_index import check_layout
 from model.files import CheckpointError, linked_caches
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from msgspec import Struct
 from app.access.worker_turns import WorkAccount
 from app.common.errors import EngineFailed, InvalidRequest
 from app.sandbox.sandbox import Sandbox, SandboxError, SandboxPool
-from model.checkpoint.tensor_index import ChatTemplateFile, read_chat_template
+from model.checkpoint.chat_template_file import ChatTemplateFile, read_chat_template
 from model.files import one_line
 from model.weights_version import Directory
 

@@ -16,7 +16,7 @@ from app.access.worker_turns import WorkAccount
 from app.chat.template_client import ChatTemplate, RenderJob, TemplateInputs
 from app.chat.template_worker import render
 from app.common.errors import InvalidRequest
-from model.checkpoint.tensor_index import ChatTemplateFile, read_chat_template
+from model.checkpoint.chat_template_file import ChatTemplateFile, read_chat_template
 from model.files import CheckpointError
 from tests.support.completion_client import fetch_completion
 from tests.support.lazy_modules import transformers

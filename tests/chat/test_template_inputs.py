@@ -13,7 +13,7 @@ from app.api.openai.schemas import ChatRequest
 from app.chat.template_client import ChatTemplate, RenderJob, TemplateInputs
 from app.chat.template_worker import render
 from app.common.errors import InvalidRequest
-from model.checkpoint.tensor_index import ChatTemplateFile
+from model.checkpoint.chat_template_file import ChatTemplateFile
 
 ARGUMENTS = """{% for m in messages %}{% for c in m.tool_calls or [] %}{% for k, v in c.function.arguments | items %}
 {{- k }}={{ v }};{% endfor %}{% endfor %}{{ m.function_call.arguments | tojson if m.function_call }}{% endfor %}"""
