@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal
 import socket
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from app.common.frames import FrameDecoder
 from app.common.ipc import Down, Up, decode_up, encode_frame
+from app.common.python_child import python_command, python_environment
 
-# -P and an explicit path: a folder called app in the working directory must not be imported.
-WORKER = (sys.executable, "-P", "-m", "app.engine")
-_ROOT = Path(__file__).parents[2]
+WORKER = python_command("app.engine")
 _GRACE_SECONDS = 1.0
 
 
@@ -43,7 +39,6 @@ class EngineProcess(asyncio.Protocol):
         on_frame: called with each frame, in the event loop iteration that reads it.
         """
         parent_end, child_end = socket.socketpair()
-        path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         with child_end, contextlib.ExitStack() as on_error:
             on_error.callback(parent_end.close)
             process = await asyncio.create_subprocess_exec(
@@ -51,7 +46,7 @@ class EngineProcess(asyncio.Protocol):
                 str(child_end.fileno()),
                 pass_fds=[child_end.fileno()],
                 stdin=asyncio.subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": path},
+                env=python_environment(),
                 start_new_session=True,  # Ctrl+C on the terminal must only reach the API process
             )
             on_error.pop_all()

@@ -11,19 +11,17 @@ import asyncio
 import contextlib
 import os
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from app.access.worker_turns import TenantThreads, WorkAccount
 from app.common.errors import EngineFailed
 from app.common.frames import encode_body, read_body
+from app.common.python_child import python_command, python_environment
 from app.common.start_signals import stop_signals_blocked
 
 _START_SECONDS = 30.0
-_ROOT = Path(__file__).parents[2]
 _WORKERS = 2
 """Children that are kept; more run only while more threads call."""
 _MAX_BYTES = 16 << 20
@@ -164,16 +162,14 @@ class _Child:
 
     def __init__(self, command: Sequence[str]) -> None:
         """Spawns `python -m COMMAND`, which writes an empty response once its imports are done."""
-        path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("INKSTREAM_")}
+        environment = {name: value for name, value in python_environment().items() if not name.startswith("INKSTREAM_")}
         with stop_signals_blocked():  # for as long as the child runs
             self._process = subprocess.Popen(
-                # -P and an explicit path, so that a folder named app in the working directory is not imported.
-                [sys.executable, "-P", "-m", *command],
+                python_command(*command),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                env={**environment, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"},
+                env={**environment, "TOKENIZERS_PARALLELISM": "false"},
                 start_new_session=True,  # Ctrl+C on the terminal must only reach the parent
             )
         self.pid = self._process.pid

@@ -11,10 +11,10 @@ import asyncio
 import contextlib
 import logging
 import os
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+from app.common.python_child import python_command, python_environment
 from app.common.settings import Settings
 from app.engine.cpu.toolchain.backend_selection import TORCH, Libraries
 from app.engine.cpu.toolchain.builder import compiler_commands, find
@@ -26,7 +26,6 @@ _log = logging.getLogger("inkstream")
 _LIMIT_SECONDS = 6 * 3600.0
 """At idle priority on a busy machine a one-minute build may take hours without slowing anything else."""
 _GRACE_SECONDS = 1.0
-_ROOT = Path(__file__).parents[2]
 
 
 def libraries_at_start(settings: Settings) -> Libraries:
@@ -58,16 +57,14 @@ async def build_for_next_start(engine: EnginePool, cache_dir: Path | None) -> No
 
 async def _compile(cache_dir: Path | None) -> str:
     """Runs the build; returns an error message, or an empty string."""
-    # -P and an explicit path, so that a folder named app in the working directory is not imported.
-    command = [sys.executable, "-P", "-m", "app", "compile", "--quiet", "--time-limit", str(_LIMIT_SECONDS)]
+    command = python_command("app", "compile", "--quiet", "--time-limit", str(_LIMIT_SECONDS))
     cache_option = ["--cache-dir", str(cache_dir)] if cache_dir else []
-    path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     process = await asyncio.create_subprocess_exec(
         *guarded_command([*command, *cache_option], idle=True),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": path},
+        env=python_environment(),
     )
     assert process.stdin and process.stderr
     try:
