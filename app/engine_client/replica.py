@@ -11,7 +11,7 @@ from typing import Protocol
 from app.common.errors import EngineFailed, InvalidRequest
 from app.common.ipc import Cancel, Ready, Submit, WorkerConfig
 from app.common.types import Counters, Request, StepReport
-from app.engine_client.canary import CANARY_ID, CanaryRequest
+from app.engine_client.canary import CANARY_ID, ScheduledCanary
 from app.engine_client.crash_suspects import CrashSuspects
 from app.engine_client.engine_process import WORKER
 from app.engine_client.engine_slots import EngineSlots
@@ -67,7 +67,7 @@ class Replica:
         self._responses: dict[str, OpenSequences] = {}  # by request id, in the order of sending
         self._reached: set[OpenSequences] = set()  # their readers do not know yet what has arrived
         self._suspects = CrashSuspects()
-        self._canary = CanaryRequest()
+        self._canary = ScheduledCanary()
         self._has_suspects = False
         """Whether suspects wait or are on trial; a plain attribute, because every report asks."""
 

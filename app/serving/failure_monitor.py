@@ -5,8 +5,8 @@ healthy --the last FAILURES requests all failed with server errors--> suspected 
    +-------------------- any request succeeds, or the canary does -------+------------------------------+
 
 Failures alone prove nothing: one client may send the same poisoned request again and again. So a canary request, whose
-content no client controls, confirms them. It runs at most once in RECHECK_SECONDS, and only while failures are
-unexplained.
+content no client controls, confirms them: the one that an engine gets after a crash (app/engine_client/canary.py), but
+from the queue. It runs at most once in RECHECK_SECONDS, and only while failures are unexplained.
 """
 
 from __future__ import annotations

@@ -18,9 +18,9 @@ from app.common.ipc import Ready
 from app.common.model_version import Version
 from app.common.settings import Settings
 from app.common.types import SamplingParams
+from app.engine_client.canary import Canary
 from app.engine_client.engine_pool import EnginePool
 from app.engine_client.supervisor import EngineStopped
-from app.generation.collector import collect
 from app.generation.completion import Completion, CompletionTimes, Timeouts
 from app.generation.engine_requests import BuiltRequests
 from app.generation.prompt_encoder import PromptEncoder
@@ -34,8 +34,8 @@ from app.tokenization.text_encoder import TokenizerPool
 from model.tokenizer.tokenizer import Tokenizer, TokenizerError
 
 _log = logging.getLogger("inkstream")
-_CANARY = "the canary"
-"""Name and cache namespace of canary requests; a client's names cannot contain a space."""
+_CANARY_ID = "service canary"
+"""Id of the canary request of the health check; a client's ids cannot contain a space."""
 _CANARY_SECONDS = 30.0
 
 
@@ -236,30 +236,19 @@ class Service:
         )
 
     async def _run_canary(self) -> bool | None:
-        """Whether a canary request succeeds; None if the service is busy or not ready."""
+        """Whether an engine answers a canary request from the queue; None if the service is busy or not ready."""
+        if (ready := self.engine.ready) is None:
+            return None
+        canary = Canary(ready, _CANARY_ID)
         try:
-            await self._continue_canary()
-        except EngineError as error:
+            async with asyncio.timeout(_CANARY_SECONDS):
+                self.engine.submit(canary)
+                await canary.wait_answered()
+        except (EngineError, TimeoutError) as error:
             return False if isinstance(error, EngineFailed) else None
-        except Exception:
-            _log.exception("the canary request failed")
-            return False
-        return True
-
-    async def _continue_canary(self) -> None:
-        """Runs a canary request; raises the errors that a client's request would get."""
-        deadline = min(_CANARY_SECONDS, self.settings.request_timeout)
-        source = "Once" if self.require_ready()[0].has_encoder else None
-        request = GenerationRequest(
-            prompts=["Once"], source=source, max_tokens=2, ignore_eos=True, deadline_ms=int(deadline * 1e3)
-        )
-        admitted = await self.begin(_CANARY, request, Tenant(cache_namespace=_CANARY), heartbeat=deadline)
-        try:
-            await collect(admitted.completion)
         finally:
-            admitted.completion.end()
-            admitted.reservation.end(0)
-            admitted.instance.release()
+            self.engine.cancel(canary.open_ids)
+        return True
 
     async def _compile_grammar(
         self, request: GenerationRequest, validator: GrammarValidator, account: WorkAccount
