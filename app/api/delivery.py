@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from app.api.request_handle import RequestHandle
-from app.common.event_loop import TimeSlice
+from app.common.time_slice import TimeSlice
 from app.engine_client.open_sequences import Writes
 from app.generation.request import CompletionEvent, Finished
 from app.http.response_cycle import BodyWriter

@@ -26,7 +26,8 @@ from prometheus_client.registry import Collector
 
 from app.api.key_usage import KeyUsage
 from app.common import logs
-from app.common.event_loop import TimeBudget, TimeSlice
+from app.common.time_budget import TimeBudget
+from app.common.time_slice import TimeSlice
 from app.common.version import VERSION
 from app.engine_client.engine_pool import EnginePool
 from app.engine_client.replica import Replica

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from app.api.schemas import EVENTS
-from app.common.event_loop import ThreadedResult
+from app.common.threaded_result import ThreadedResult
 from app.http.errors import ErrorResponse
 from app.http.response_model import SCHEMA_PATH, ResponseModel, json_schema
 from app.http.static_content import StaticContent

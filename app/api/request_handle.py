@@ -24,8 +24,8 @@ from app.common.errors import (
     RateLimitExceeded,
     Unavailable,
 )
-from app.common.event_loop import TimeSlice
 from app.common.fault_injection import fault
+from app.common.time_slice import TimeSlice
 from app.engine_client.engine_pool import EnginePool
 from app.generation.collector import CollectedOutput, collect
 from app.generation.completion import CompletionTimes

@@ -15,7 +15,7 @@ from starlette.responses import FileResponse, Response
 
 from app.api.openapi import DescribedApp
 from app.api.page_bundle import PageFile, bundle
-from app.common.event_loop import ThreadedResult
+from app.common.threaded_result import ThreadedResult
 from app.http.auth import public
 from app.http.errors import ApiError
 from app.http.request_log import routine

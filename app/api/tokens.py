@@ -24,8 +24,8 @@ from app.api.dependencies import (
 from app.api.openapi import declared
 from app.api.schemas import ContextLength, ModelName, RequestBody, TokenIds, VocabularySize, documented_defaults
 from app.common.errors import InvalidRequest
-from app.common.event_loop import TimeSlice
 from app.common.ipc import Ready
+from app.common.time_slice import TimeSlice
 from app.http.auth import tenant_of
 from app.http.response_model import JsonStream, LazyArray, LazyString, ResponseModel, json_response
 from app.serving.model_instance import ModelInstance

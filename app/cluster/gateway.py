@@ -38,8 +38,8 @@ from app.cluster.messages import Call, FullResponse, Head, ReplicaLost
 from app.cluster.replica_pool import ReplicaPool, ReplicaResponse
 from app.cluster.retry import RetryCounters, RetryingRequest
 from app.common.errors import RateLimitExceeded
-from app.common.event_loop import TimeBudget
 from app.common.settings import Settings
+from app.common.time_budget import TimeBudget
 from app.http import sse
 from app.http.auth import AuthMiddleware, public_routes, tenant_of
 from app.http.best_effort import BestEffortTurns

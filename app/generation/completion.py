@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from app.common.errors import DeadlineExceeded, QueueTimeout
-from app.common.event_loop import LazyTimer
+from app.common.lazy_timer import LazyTimer
 from app.common.types import PromptScores, Request, RequestStarted, SampledEvent
 from app.engine_client.engine_pool import EnginePool
 from app.engine_client.open_sequences import OpenSequences, Writes, flush_all

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from app.common.event_loop import TimeSlice
+from app.common.time_slice import TimeSlice
 from app.http.disconnect import until_disconnect
 from app.http.response_cycle import BodyWriter, body_writer
 from app.http.sse import HEADERS

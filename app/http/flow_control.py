@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from app.common.event_loop import LazyTimer
+from app.common.lazy_timer import LazyTimer
 
 _MIN_READ_BYTES = 1024
 """Bytes that a slow reader must take within the timeout; a client that takes fewer has stalled."""

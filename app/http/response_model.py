@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field, GetCoreSchemaHandler, TypeAdapter, create
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from app.common.event_loop import TimeSlice
+from app.common.time_slice import TimeSlice
 from app.http.disconnect import until_disconnect
 
 _T = TypeVar("_T")

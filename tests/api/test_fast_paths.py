@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,12 +18,10 @@ from app.api.openai.responder import Responder
 from app.api.openai.routes import _ChatResponder, _CompletionsResponder
 from app.api.openai.schemas import StreamOptions
 from app.api.schemas import TokenEvent, Usage
-from app.common.event_loop import LazyTimer
 from app.common.frames import FrameDecoder
 from app.common.ipc import Cancel, FrameReceiver, decode_down, decode_up, encode_frame
 from app.common.types import Counters, FinishReason, RequestStarted, SampledEvent, StepReport
 from app.http import sse
-from tests.support.async_test import async_test
 
 
 @given(st.integers(0, 20), st.text())
@@ -103,25 +99,3 @@ def test_gap_histogram_has_the_buckets_of_prometheus() -> None:
     counted = {sample.labels.get("le"): sample.value for sample in family.samples}
     assert [counted[le] for le in ("0.001", "0.002", "0.2", "0.5", "5.0", "+Inf")] == [1, 2, 2, 3, 3, 4]
     assert counted[None] == pytest.approx(99.3021)
-
-
-@pytest.mark.parametrize("dues", [(0.02,), (0.02, 30.0), (30.0, 0.02)])
-@async_test
-async def test_lazy_timer_set_to_later_fires_early_and_set_to_earlier_fires_earlier(dues: tuple[float, ...]) -> None:
-    arrived = asyncio.Event()
-    alarm = LazyTimer(arrived.set)
-    for due in dues:
-        alarm.set(time.monotonic() + due)
-    await asyncio.wait_for(arrived.wait(), 20)
-
-
-def test_cancelled_lazy_timer_does_not_fire() -> None:
-    async def rung() -> bool:
-        arrived = asyncio.Event()
-        alarm = LazyTimer(arrived.set)
-        alarm.set(time.monotonic())
-        alarm.cancel()
-        await asyncio.sleep(0.02)
-        return arrived.is_set()
-
-    assert not asyncio.run(rung())

@@ -7,10 +7,8 @@ import itertools
 import time
 from collections.abc import Iterator
 
-import pytest
-
 from app.api.metrics import SharedRendering
-from app.common.event_loop import TimeBudget
+from app.common.time_budget import TimeBudget
 from tests.support.async_test import async_test
 
 
@@ -32,20 +30,6 @@ class _Text:
 
 def _rendering(text: _Text, share: float = 0.5, reserve: float = 10.0) -> SharedRendering:
     return SharedRendering(text, TimeBudget(share, reserve), asyncio.Lock())
-
-
-def test_budget_is_a_reserve_and_a_share_of_time() -> None:
-    now = 100.0
-    budget = TimeBudget(0.1, 0.5, lambda: now)
-    budget.spend(0.5)
-    assert budget.wait_seconds == 0.0
-    budget.spend(0.2)
-    assert budget.wait_seconds == pytest.approx(2.0)
-    now += 1.5
-    assert budget.wait_seconds == pytest.approx(0.5)
-    now += 1e6
-    budget.spend(0.6)
-    assert budget.wait_seconds == pytest.approx(1.0), "the reserve does not grow with idle time"
 
 
 @async_test

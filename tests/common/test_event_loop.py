@@ -1,18 +1,13 @@
-"""Each signal reaches the event loop once, however close together they arrive; results of threads are shared."""
+"""Each signal reaches the event loop once, however close together they arrive."""
 
 from __future__ import annotations
 
-import asyncio
 import subprocess
 import sys
-import threading
-import time
 
 import pytest
 
-from app.common.event_loop import ThreadedResult
 from tests.support import ROOT
-from tests.support.async_test import async_test
 
 _PROGRAM = """
 import asyncio, signal, sys, threading
@@ -53,36 +48,3 @@ def test_uvloop_delivers_such_a_signal_twice() -> None:
     """When this fails, event_loop.on_signal() is no longer needed."""
     pytest.importorskip("uvloop")
     assert _chosen_loop("uvloop's") > 5
-
-
-@async_test
-async def test_result_is_computed_once_and_in_a_thread() -> None:
-    threads: list[int] = []
-
-    def compute() -> str:
-        threads.append(threading.get_ident())
-        time.sleep(0.02)
-        return "text"
-
-    result = ThreadedResult(compute)
-    leaves, *others = (asyncio.ensure_future(result.get()) for _ in range(10))
-    await asyncio.sleep(0)
-    leaves.cancel()
-    assert await asyncio.gather(*others) == ["text"] * 9
-    assert await result.get() == "text"
-    assert len(threads) == 1
-    assert threads[0] != threading.get_ident()
-
-
-@async_test
-async def test_result_that_failed_is_computed_again() -> None:
-    attempts: list[int] = []
-
-    def compute() -> int:
-        attempts.append(0)
-        return 1 // (len(attempts) - 1)
-
-    result = ThreadedResult(compute)
-    with pytest.raises(ZeroDivisionError):
-        await result.get()
-    assert await result.get() == 1

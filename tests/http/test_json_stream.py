@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from app.common.event_loop import TimeSlice
+from app.common.time_slice import TimeSlice
 from app.http.response_model import JsonStream, LazyArray
 
 

@@ -112,7 +112,7 @@ def _replay_in_one_piece(_real: Any, stream: Any, number: int, _connection: Any)
     yield b"".join(stream._replay_buffer.since(number, 1 << 30))
 
 
-@_removal("documents.on_loop", "app.common.event_loop", "ThreadedResult.get")
+@_removal("documents.on_loop", "app.common.threaded_result", "ThreadedResult.get")
 async def _compute_on_the_loop(_real: Any, result: Any) -> Any:
     return result._compute()
 
