@@ -35,7 +35,7 @@ from app.serving.instance_factory import open_instance
 from app.serving.kernel_prebuild import build_for_next_start
 from app.serving.model_instance import ModelInstance
 from app.serving.service import Service
-from app.tokenization.text_encoder import TokenizerPool
+from app.tokenization.tokenizer_pool import TokenizerPool
 from model.checkpoint.hub import hub_model
 
 if TYPE_CHECKING:

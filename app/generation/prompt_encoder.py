@@ -12,7 +12,8 @@ from app.common.fault_injection import fault
 from app.common.ipc import Ready
 from app.generation.request import GenerationRequest, Prompt
 from app.generation.token_ids import check_ids
-from app.tokenization.text_encoder import SLICE, TextEncoder, TokenizerPool
+from app.tokenization.text_encoder import TextEncoder
+from app.tokenization.tokenizer_pool import SLICE, TokenizerPool
 from app.tokenization.tokenizer_sandbox import Part
 from model.tokenizer.infill import infill_tokens
 

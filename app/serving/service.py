@@ -30,7 +30,7 @@ from app.guided.validator import GrammarValidator
 from app.serving.admission import AdmissionControl
 from app.serving.failure_monitor import FailureMonitor
 from app.serving.model_instance import ModelInstance
-from app.tokenization.text_encoder import TokenizerPool
+from app.tokenization.tokenizer_pool import TokenizerPool
 from model.tokenizer.tokenizer import Tokenizer, TokenizerError
 
 _log = logging.getLogger("inkstream")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.access.worker_turns import WorkAccount
-from app.tokenization.text_encoder import TokenizerPool
 from model.tokenizer.tokenizer import SEPARATOR, Tokenizer
-from tests.support.async_test import async_test
 from tests.support.model.tiny_models import TEXT, VOCAB
 from tests.support.servers import Server
 
@@ -140,17 +136,3 @@ def test_served_model_is_found_and_others_are_404(server: Server) -> None:
         response = httpx.get(f"{server.url}/v1/models/{name}")
         error = response.json()["error"]
         assert (response.status_code, error["type"], error["code"]) == (404, "not_found_error", "model_not_found")
-
-
-@async_test
-async def test_long_texts_wait_for_a_turn_and_short_ones_do_not() -> None:
-    done: list[str] = []
-    texts = TokenizerPool()
-    long_ones = [
-        asyncio.create_task(texts.run(10**6, lambda name=name: done.append(name), WorkAccount())) for name in "ab"
-    ]
-    await texts.run(10, lambda: done.append("short"), WorkAccount())
-    assert done == ["short"]
-    await asyncio.gather(*long_ones)
-    texts.close()
-    assert done == ["short", "a", "b"]

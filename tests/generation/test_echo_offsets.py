@@ -25,7 +25,8 @@ from app.common.types import PromptScores
 from app.generation.detokenizer import PromptEcho
 from app.generation.prompt_encoder import EncodedPrompt, PromptEncoder
 from app.generation.request import Delta, GenerationRequest
-from app.tokenization.text_encoder import TextEncoder, TokenizerPool
+from app.tokenization.text_encoder import TextEncoder
+from app.tokenization.tokenizer_pool import TokenizerPool
 from model.tokenizer.tokenizer import Tokenizer
 from tests.support.model.sample_tokenizers import KINDS, gpt2, llama2, mistral, save, unigram
 from tests.support.model.tiny_models import tiny_weights

@@ -18,7 +18,8 @@ from app.common.model_version import Version
 from app.generation.engine_requests import BuiltRequests
 from app.generation.prompt_encoder import EncodedPrompt, PromptEncoder
 from app.generation.request import GenerationRequest
-from app.tokenization.text_encoder import TextEncoder, TokenizerPool
+from app.tokenization.text_encoder import TextEncoder
+from app.tokenization.tokenizer_pool import TokenizerPool
 from model.tokenizer.infill import infill_tokens
 from model.tokenizer.tokenizer import Tokenizer
 from tests.support.model.sample_tokenizers import KINDS, save

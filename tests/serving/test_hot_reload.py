@@ -27,7 +27,7 @@ from app.serving.hot_reload import HotReload
 from app.serving.model_instance import ModelInstance
 from app.serving.service import Service
 from app.serving.weights_snapshot import take_fingerprint, without_links
-from app.tokenization.text_encoder import TokenizerPool
+from app.tokenization.tokenizer_pool import TokenizerPool
 from model.checkpoint.manifest import MANIFEST_FILE, manifest_file
 from model.files import write_files
 from tests.support.async_test import async_test

@@ -133,7 +133,7 @@ def _every_body_fits(*_arguments: Any) -> bool:
     return True
 
 
-@_removal("long_texts.on_loop", "app.tokenization.text_encoder", "_is_short")
+@_removal("long_texts.on_loop", "app.tokenization.tokenizer_pool", "_is_short")
 def _every_text_is_short(*_arguments: Any) -> bool:
     return True
 
