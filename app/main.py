@@ -13,7 +13,8 @@ from fastapi import FastAPI
 
 from app.access.api_keys import ApiKeys
 from app.api import health, score, static_pages, tokens
-from app.api.dependencies import DirectRoutes, RepeatQuotas
+from app.api.dependencies import RepeatQuotas
+from app.api.direct_routes import DirectRoutes
 from app.api.metrics import Metrics
 from app.api.native import routes
 from app.api.openai import routes as openai_routes

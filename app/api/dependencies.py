@@ -1,17 +1,13 @@
-"""Dependencies of routes: direct calls, the service and its parts, parsing of request bodies, the version header."""
+"""Dependencies of routes: the service and its parts, parsing of request bodies, the version header."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Coroutine
 from contextlib import AbstractContextManager
-from functools import cached_property, partial
-from inspect import signature
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from fastapi import Request
-from fastapi.routing import APIRoute, APIRouter
 from pydantic import BaseModel, ValidationError
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.access.worker_turns import WorkAccount
 from app.api.metrics import Metrics
@@ -23,46 +19,10 @@ from app.http.disconnect import until_disconnect
 from app.http.errors import ApiError, from_validation
 from app.http.incoming_bodies import IncomingBodies
 from app.http.request_body import json_body, utf8_json
-from app.http.response_model import ResponseModel, json_schema
 from app.serving.service import Service
 
 _Body = TypeVar("_Body", bound=BaseModel)
 _T = TypeVar("_T")
-
-
-class DirectRoutes:
-    """ASGI application around FastAPI's router: calls an endpoint whose only parameter is `request` without it.
-
-    The router matches each request twice and enters two exit stacks that only dependencies use, and its handler solves
-    dependencies: half of a short request's time (PERFORMANCE.md). A route that declares dependencies keeps all of it;
-    dependencies of an include_router() call are not solved.
-    """
-
-    def __init__(self, router: ASGIApp, routers: Iterable[APIRouter]) -> None:
-        """`routers` are included in `router`, without a prefix; their endpoints are coroutines."""
-        self._router = router
-        self._routes = {
-            (route.path, method): route
-            for each in routers
-            for route in each.routes
-            if isinstance(route, APIRoute) and _takes_request(route)
-            for method in route.methods or ()
-        }
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        route = self._routes.get((scope["path"], scope["method"])) if scope["type"] == "http" else None
-        if route is None:
-            await self._router(scope, receive, send)
-            return
-        scope.update(route=route, endpoint=route.endpoint, path_params={})
-        response = await route.endpoint(Request(scope, receive, send))
-        await response(scope, receive, send)
-
-
-def _takes_request(route: APIRoute) -> bool:
-    """Whether the endpoint's only parameter is `request`, and nothing else has to run before it."""
-    is_direct = not route.param_convertors and not route.dependencies
-    return is_direct and list(signature(route.endpoint).parameters) == ["request"]
 
 
 def service_of(request: Request) -> Service:
@@ -141,62 +101,6 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, _T]) -> _T
     if (result := await until_disconnect(work, request.receive)) is None:
         raise ApiError(499, "the client has disconnected")
     return result
-
-
-def documented(
-    response: type[ResponseModel],
-    body: type[BaseModel] | None = None,
-    examples: Mapping[str, Any] | None = None,
-    chunk: type[ResponseModel] | None = None,
-) -> dict[str, Any]:
-    """A route's openapi_extra: its response, the body that read_body() parses, and the data-only frames of its stream.
-
-    Not as FastAPI's response_model, which makes FastAPI build a validator. `examples` maps titles to bodies that
-    the service accepts as they are.
-    """
-    return cast("dict[str, Any]", _LazyMapping(partial(_describe, response, body, examples or {}, chunk)))
-
-
-class _LazyMapping(Mapping[str, Any]):
-    """Made when the OpenAPI document is, not at import, where the schemas of all bodies delayed the start."""
-
-    def __init__(self, make: Callable[[], Mapping[str, Any]]) -> None:
-        self._make = make
-
-    @cached_property
-    def _content(self) -> Mapping[str, Any]:
-        return self._make()
-
-    def __getitem__(self, key: str) -> Any:
-        return self._content[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._content)
-
-    def __len__(self) -> int:
-        return len(self._content)
-
-    def __bool__(self) -> bool:
-        return True  # without making it
-
-
-def _describe(
-    response: type[ResponseModel],
-    body: type[BaseModel] | None,
-    examples: Mapping[str, Any],
-    chunk: type[ResponseModel] | None,
-) -> dict[str, Any]:
-    answers = {"application/json": {"schema": json_schema(response)}}
-    if chunk:
-        answers["text/event-stream"] = {"schema": json_schema(chunk)}
-    described: dict[str, Any] = {"responses": {"200": {"content": answers}}}
-    if body:
-        content = {
-            "schema": json_schema(body),
-            "examples": {title: {"value": value} for title, value in examples.items()},
-        }
-        described["requestBody"] = {"required": True, "content": {"application/json": content}}
-    return described
 
 
 def version_header(version: Version) -> dict[str, str]:

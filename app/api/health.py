@@ -9,9 +9,10 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from app.api.dependencies import check_model, documented, metrics_of, service_of
+from app.api.dependencies import check_model, metrics_of, service_of
 from app.api.key_usage import visible_to
 from app.api.openapi import declared
+from app.api.route_documentation import documented
 from app.api.schemas import ContextLength, VocabularySize, WeightsRevision, WeightsVersion
 from app.common.errors import NotReady
 from app.http.auth import public, tenant_of

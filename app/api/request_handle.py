@@ -33,8 +33,9 @@ from app.generation.request import Finished, GenerationRequest
 from app.http.auth import tenant_of
 from app.http.disconnect import until_disconnect
 from app.http.errors import ApiError, from_engine
+from app.http.json_stream import JsonStream
 from app.http.request_log import AccessRecord, record_of
-from app.http.response_model import JsonStream, ResponseModel
+from app.http.response_model import ResponseModel
 from app.serving.model_instance import ModelInstance
 from app.serving.service import Admitted, Service
 

@@ -26,7 +26,8 @@ from app.common.version import VERSION
 from app.generation.completion import Completion
 from app.generation.request import GenerationRequest, Prompt, TokenDetail, TokenTable, prompt_list
 from app.http.errors import ErrorResponse
-from app.http.response_model import LazyArray, ResponseModel
+from app.http.json_stream import LazyArray
+from app.http.response_model import ResponseModel
 from app.serving.service import Admitted
 from model.tokenizer.tokenizer import Tokenizer
 

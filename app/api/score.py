@@ -9,9 +9,10 @@ from fastapi import APIRouter, Request
 from pydantic import ConfigDict, Field
 from starlette.responses import Response
 
-from app.api.dependencies import documented, read_body
+from app.api.dependencies import read_body
 from app.api.openapi import declared
 from app.api.request_handle import RequestHandle
+from app.api.route_documentation import documented
 from app.api.schemas import (
     DeadlineMs,
     Echo,
@@ -30,7 +31,8 @@ from app.api.schemas import (
 from app.common.errors import ContextLengthExceeded
 from app.generation.collector import CollectedOutput
 from app.generation.request import GenerationRequest, prompt_list
-from app.http.response_model import LazyArray, ResponseModel
+from app.http.json_stream import LazyArray
+from app.http.response_model import ResponseModel
 
 router = APIRouter(responses=declared(400, 401, 413, 415, 429, 500, 503, 504))
 

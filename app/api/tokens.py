@@ -14,20 +14,16 @@ from fastapi import APIRouter, Request
 from pydantic import ConfigDict, Field
 from starlette.responses import Response
 
-from app.api.dependencies import (
-    documented,
-    read_body,
-    service_of,
-    version_header,
-    while_connected,
-)
+from app.api.dependencies import read_body, service_of, version_header, while_connected
 from app.api.openapi import declared
+from app.api.route_documentation import documented
 from app.api.schemas import ContextLength, ModelName, RequestBody, TokenIds, VocabularySize, documented_defaults
 from app.common.errors import InvalidRequest
 from app.common.ipc import Ready
 from app.common.time_slice import TimeSlice
 from app.http.auth import tenant_of
-from app.http.response_model import JsonStream, LazyArray, LazyString, ResponseModel, json_response
+from app.http.json_stream import JsonStream, LazyArray, LazyString
+from app.http.response_model import ResponseModel, json_response
 from app.serving.model_instance import ModelInstance
 from model.tokenizer.tokenizer import Tokenizer
 

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi.routing import APIRouter
 from starlette.routing import Match
 
-from app.api.dependencies import DirectRoutes
+from app.api.direct_routes import DirectRoutes
 from app.common.settings import Settings
 from app.main import create_app
 from tests.support.async_test import async_test

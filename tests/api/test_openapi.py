@@ -13,7 +13,7 @@ from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, Respons
 from pydantic import TypeAdapter
 from starlette.testclient import TestClient
 
-from app.api.dependencies import DirectRoutes
+from app.api.direct_routes import DirectRoutes
 from app.api.native.routes import CompleteRequest
 from app.api.openai.schemas import ChatRequest, CompletionsRequest, CompletionsResponse
 from app.api.schemas import EVENTS, SamplingFields

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from app.common.time_slice import TimeSlice
-from app.http.response_model import JsonStream, LazyArray
+from app.http.json_stream import JsonStream, LazyArray
 
 
 def _sent(numbers: int, *, disconnects: bool = False) -> tuple[list[dict[str, Any]], list[int]]:

@@ -151,7 +151,7 @@ def _encode_in_this_process(real: Any, instance: Any) -> Any:
     return encoder
 
 
-@_removal("json_stream.at_once", "app.http.response_model", "_chunk")
+@_removal("json_stream.at_once", "app.http.json_stream", "_chunk")
 def _whole_body(_real: Any, parts: Any) -> tuple[bytes, bool]:
     return b"".join(parts), True
 

@@ -14,10 +14,11 @@ from starlette.responses import Response
 
 from app.api import schemas
 from app.api.delivery import Connection
-from app.api.dependencies import documented, read_body, resume_store_of
+from app.api.dependencies import read_body, resume_store_of
 from app.api.native.resumable_stream import ResumableStream, next_number
 from app.api.openapi import declared
 from app.api.request_handle import RequestHandle
+from app.api.route_documentation import documented
 from app.api.schemas import CompletionFields, Prompts, TokenIds, documented_defaults
 from app.common.types import MODEL_DEFAULT_FIELDS
 from app.generation.request import GenerationRequest

@@ -20,7 +20,8 @@ from app.generation.collector import CollectedOutput
 from app.generation.request import CompletionEvent, Delta, Finished, TokenDetail, TokenTable
 from app.http import sse
 from app.http.event_stream_response import EventStreamResponse
-from app.http.response_model import NOT_SENT, LazyArray, ResponseModel
+from app.http.json_stream import LazyArray
+from app.http.response_model import NOT_SENT, ResponseModel
 from model.tokenizer.tokenizer import Tokenizer
 
 _HOLE = f"hole-{secrets.token_hex(16)}"

@@ -12,14 +12,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from app.access.worker_turns import WorkAccount
-from app.api.dependencies import (
-    check_model,
-    documented,
-    metrics_of,
-    read_body,
-    service_of,
-    while_connected,
-)
+from app.api.dependencies import check_model, metrics_of, read_body, service_of, while_connected
 from app.api.openai import schemas
 from app.api.openai.request_fields import check_other_fields
 from app.api.openai.responder import (
@@ -33,13 +26,14 @@ from app.api.openai.responder import (
 from app.api.openai.schemas import ChatRequest, CompletionsRequest, OpenAIFields
 from app.api.openapi import declared
 from app.api.request_handle import RequestHandle
+from app.api.route_documentation import documented
 from app.chat.template_client import ChatTemplate
 from app.common.errors import InvalidRequest
 from app.generation.collector import CollectedOutput
 from app.generation.request import Finished, GenerationRequest, TokenDetail
 from app.http.auth import tenant_of
 from app.http.errors import ApiError
-from app.http.response_model import LazyArray
+from app.http.json_stream import LazyArray
 from app.serving.model_instance import ModelInstance
 from model.tokenizer.tokenizer import Tokenizer
 

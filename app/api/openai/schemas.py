@@ -28,7 +28,8 @@ from app.api.schemas import (
 )
 from app.chat.template_client import TemplateInputs
 from app.generation.request import GenerationRequest
-from app.http.response_model import NOT_SENT, Array, ResponseModel
+from app.http.json_stream import Array
+from app.http.response_model import NOT_SENT, ResponseModel
 
 _DEFAULT_MAX_TOKENS = 16
 _WHOLE_CONTEXT = 2**31 - 1
