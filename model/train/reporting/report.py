@@ -14,7 +14,8 @@ from typing import Any
 from model.train.reporting.console import print_stdout, write_extra
 from model.train.reporting.loss_plot import loss_curve
 from model.train.reporting.metrics_log import MetricsLog
-from model.train.reporting.progress import Progress, ProgressDisplay, RateTracker, RunInfo, progress_line
+from model.train.reporting.progress import Progress, RateTracker, RunInfo, progress_line
+from model.train.reporting.progress_display import ProgressDisplay
 from model.train.reporting.samples import Sample, samples_page
 
 _CURVE_SECONDS = 30.0

@@ -184,7 +184,7 @@ def test_without_a_terminal_there_are_plain_lines_at_an_interval(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr("model.train.reporting.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("model.train.reporting.progress_display.time.monotonic", lambda: now[0])
     with _report(tmp_path, every=5) as report:
         for step in range(1, 21):
             now[0] += 1
@@ -252,7 +252,7 @@ class Terminal:
         self.master, slave = pty.openpty()
         self.stream, self.patch = os.fdopen(slave, "w", encoding="utf-8"), monkeypatch
         monkeypatch.setenv("TERM", "xterm-256color")
-        monkeypatch.setattr("model.train.reporting.progress._REDRAW_SECONDS", 0.0)
+        monkeypatch.setattr("model.train.reporting.progress_display._REDRAW_SECONDS", 0.0)
 
     def take_over(self) -> None:
         """pytest restores its own streams after a fixture, so the test calls this itself."""
