@@ -14,7 +14,8 @@ from weakref import finalize
 
 import numpy as np
 
-from app.engine.cpu.library import HugepageAllocator, Shape, Step, address_of, zeros
+from app.engine.cpu.huge_pages import HugepageAllocator, zeros
+from app.engine.cpu.library import Shape, Step, address_of
 from app.engine.cpu.packed_decoder import BLOCK, PackedDecoder, ReadTensor, padded_head_dim
 from app.engine.scheduling.batch_plan import BatchPlan, Chunk, non_finite_chunks
 from model.config import ModelConfig

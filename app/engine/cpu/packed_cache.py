@@ -28,7 +28,7 @@ from typing import Any
 from app.common.cache_directory import CacheError, open_trusted, publish, read_metadata
 from app.common.operating_system import is_in_memory
 from app.common.weights_store import FileHashes, WeightsStore, hold, remove_with_metadata, seal
-from app.engine.cpu.library import HugepageAllocator
+from app.engine.cpu.huge_pages import HugepageAllocator
 from model.files import one_line
 
 _log = logging.getLogger("inkstream")

@@ -14,7 +14,8 @@ from typing import Any, get_args
 
 import numpy as np
 
-from app.engine.cpu.library import Cache, HugepageAllocator, Matrix, NativeOperation, Shape, address_of
+from app.engine.cpu.huge_pages import HugepageAllocator
+from app.engine.cpu.library import Cache, Matrix, NativeOperation, Shape, address_of
 from app.engine.memory.cache_groups import cache_groups, cache_places
 from model.config import Activation, ModelConfig
 from model.decoder_program import Kind, Operation, Register, Weight, decoder_program

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from app.common.types import Request, SamplingParams
 from app.engine.cpu.executor import NativeExecutor, ThreadPool
-from app.engine.cpu.library import HugepageAllocator, LibraryError, address_of, load_library, zeros
+from app.engine.cpu.huge_pages import HugepageAllocator, zeros
+from app.engine.cpu.library import LibraryError, address_of, load_library
 from app.engine.cpu.sampler import NativeSampler
 from app.engine.cpu.toolchain.builder import build, need_cache_directory
 from app.engine.cpu.toolchain.cpu_target import AMX, X86_LEVELS, this_level
