@@ -16,8 +16,9 @@ from app.engine.execution.runner import Runner
 from app.engine.execution.step_runner import BackendRunners
 from app.engine.execution.torch_executor import TorchExecutor
 from app.engine.execution.warmup_batches import PermissiveGrammars, costliest_step
+from app.engine.gpu.format_support import check_quantize
 from app.engine.gpu.kernels.interface import SHARED_BYTES, attention_fits
-from app.engine.gpu.linears import check_quantize, describe_unquantized, quantize_decoder
+from app.engine.gpu.linears import describe_unquantized, quantize_decoder
 from app.engine.gpu.setup import TritonBackend
 from app.engine.gpu.triton_loader import LoadedKernels, check_triton, quantized_kernels, triton_kernels
 from app.engine.guided.grammar_tracker import GrammarTracker

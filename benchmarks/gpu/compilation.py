@@ -33,10 +33,11 @@ from triton.runtime.jit import JITFunction
 
 from app.common.operating_system import die_with_parent
 from app.engine.gpu.kernels.interface import SPLIT, AttentionBatch, HeadsSpec, NormSpec, RowState
-from app.engine.gpu.kernels.sampling_state import SampleOut, SamplingTable
+from app.engine.gpu.kernels.sample_out import SampleOut
+from app.engine.gpu.kernels.sampling_table import SamplingTable
 from app.engine.gpu.kernels.triton.operations import TritonKernels
 from app.engine.gpu.kernels.triton.quantized_products import int8_product, quantize_fp8_rows
-from app.engine.gpu.linears import VOCAB_MULTIPLE
+from app.engine.gpu.padded_lm_head import VOCAB_MULTIPLE
 from app.engine.quantization.quantized_weights import Quantized
 from benchmarks.gpu.conformance import attention as attention_checks
 from benchmarks.gpu.conformance import rows as row_checks

@@ -15,8 +15,8 @@ from app.common.ipc import WorkerConfig
 from app.engine import startup
 from app.engine.execution.engine import Engine
 from app.engine.execution.torch_executor import groups_of
+from app.engine.gpu.cuda_capture import Capture
 from app.engine.gpu.decoder import PagedDecoder
-from app.engine.gpu.graphs import Capture
 from app.engine.gpu.setup import device_runner
 from app.engine.scheduling.block_pool import BlockPool
 from app.engine.scheduling.scheduler import Scheduler, StepLimits

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from app.engine.gpu.kernels.interface import SPLIT, AttentionBatch, HeadsSpec, NormSpec, RowLookup, RowState
-from app.engine.gpu.kernels.sampling_state import TOP, SampleOut, SamplingTable
+from app.engine.gpu.kernels.sample_out import TOP, SampleOut
+from app.engine.gpu.kernels.sampling_table import SamplingTable
 from app.engine.sampling import parameters as layout
 from app.engine.sampling.sampler import ADJUSTMENTS, FILTERS, GREEDY, RowParameters, draw_tokens, philox, score
 from model.config import Activation

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from app.engine.execution.torch_executor import groups_of
 from app.engine.gpu.kernels.interface import AttentionBatch, HeadsSpec, Kernels, NormSpec, RowLookup
-from app.engine.gpu.linears import padded_lm_head
+from app.engine.gpu.padded_lm_head import padded_lm_head
 from app.engine.memory.cache_groups import cache_places
 from model.decoder_program import Kind, Operation, Register, decoder_program
 from model.nn.layers import LayerNorm, RMSNorm, cache_attributes

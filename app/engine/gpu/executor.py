@@ -14,8 +14,10 @@ from torch import Tensor
 
 from app.engine.gpu.decoder import PagedDecoder
 from app.engine.gpu.kernels.interface import AttentionBatch, Kernels, RowLookup
-from app.engine.gpu.kernels.sampling_state import ALIGNED, TOP, SampleOut, SamplingTable
-from app.engine.gpu.resident_batch import ResidentBatch, StepInputs
+from app.engine.gpu.kernels.sample_out import ALIGNED, TOP, SampleOut
+from app.engine.gpu.kernels.sampling_table import SamplingTable
+from app.engine.gpu.resident_batch import ResidentBatch
+from app.engine.gpu.step_inputs import StepInputs
 
 _TILE_ROWS = 64
 """Query rows (tokens times heads that share keys) of one attention program."""

@@ -7,12 +7,7 @@ independent; but a library selects its tile by their number, so on a GPU the las
 quantize_decoder() replaces the products of a decoder with quantized ones. Embeddings are not quantized, and neither is
 a tied LM head, whose matrix is the embedding.
 
-The matrix of the LM head is padded with zero rows to an aligned vocabulary size (padded_lm_head). cuBLAS writes the
-rows of logits contiguously, and falls back to slow kernels if rows are not aligned to 16 bytes, as with 50,257 or
-32,001 tokens. With padded rows it is fast, and the padding between two rows is ignored.
-
-Shape legend: T tokens of the step, K columns, N rows of the weight, S rows that want logits, D width, V vocabulary, W
-the vocabulary with its padding.
+Shape legend: T tokens of the step, K columns, N rows of the weight.
 """
 
 from __future__ import annotations
@@ -21,20 +16,16 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from app.engine.gpu.triton_loader import REFERENCE_KERNELS, QuantizedKernels
 from app.engine.quantization.quantized_weights import FP8_MULTIPLE, fp8_product, quantize, quantize_fp8_weight
 from model.nn.layers import Linear, product
 from model.nn.transformer import Decoder
-from model.weight_formats import Codes, Quantize, WeightFormat, needs_gpu
+from model.weight_formats import Codes, WeightFormat
 
 Product = Callable[..., Tensor]
 """product() of model/nn/layers.py, or a quantized one that owns its weight and ignores the one it is given."""
-_FP8_CAPABILITY = (8, 9)
-_FP8_TORCH = {(8, 9): (2, 12)}
-"""The first torch whose product scales rows of fp8 on GPUs of this compute capability, where that is not the oldest."""
 
 
 def quantized_product(
@@ -91,63 +82,6 @@ def _free(weight: Tensor) -> None:
 def fits(weight: Tensor, weight_format: WeightFormat) -> bool:
     """Whether the GPU's product in this quantized format supports the sizes of this matrix."""
     return not any(size % _FORMATS[weight_format.facts.codes].multiple for size in weight.shape)
-
-
-def check_quantize(
-    quantize: Quantize,
-    device: str,
-    dtype: torch.dtype,
-    capability: tuple[int, int] | None = None,
-    torch_version: str = torch.__version__,
-) -> None:
-    """Raises ValueError if a format is requested but not supported here: fp8, the only one that needs a GPU.
-
-    capability: compute capability of the GPU, if any.
-    """
-    if not needs_gpu(quantize):
-        return
-    if device != "cuda":
-        raise ValueError(f"--quantize fp8 requires a GPU, and the device is {device}: use --quantize int8 or none")
-    if capability is None or capability < _FP8_CAPABILITY:
-        found = "unknown" if capability is None else f"{capability[0]}.{capability[1]}"
-        raise ValueError(
-            "--quantize fp8 requires a GPU of compute capability 8.9 or newer (Ada, Hopper, Blackwell), and this one "
-            f"has {found}: use --quantize int8 or none"
-        )
-    needed = _FP8_TORCH.get(capability, (0, 0))
-    if tuple(map(int, torch_version.split(".")[:2])) < needed:
-        raise ValueError(
-            f"--quantize fp8 on a GPU of compute capability {capability[0]}.{capability[1]} requires torch "
-            f"{needed[0]}.{needed[1]} or newer, and this is {torch_version}: update it, or use --quantize int8 or none"
-        )
-    if dtype != torch.bfloat16:
-        raise ValueError("--quantize fp8 computes in bfloat16: use --dtype bfloat16 or auto")
-
-
-VOCAB_MULTIPLE = 64
-"""The padded vocabulary size is a multiple of it: 128 bytes of bfloat16, the best alignment for tensor cores."""
-
-
-def padded_lm_head(decoder: Decoder) -> Callable[[Tensor], Tensor]:
-    """decoder.head with a padded matrix: logits [S, V] of hidden states [S, D], as a view with row stride W.
-
-    The matrix moves into a larger allocation; a tied embedding moves with it, so that there is only one copy.
-    """
-    vocab = decoder.config.vocab_size
-    if decoder.head_product is not product or not vocab % VOCAB_MULTIPLE:
-        return decoder.head
-    matrix = decoder.embedding if decoder.untied_head is None else decoder.untied_head
-    matrix_WD = _pad_rows(matrix)
-    matrix.data = matrix_WD[:vocab]
-    bias_W = None if decoder.head_bias is None else _pad_rows(decoder.head_bias)
-    return lambda hidden_SD: decoder.cap_logits(F.linear(hidden_SD, matrix_WD, bias_W)[:, :vocab])
-
-
-def _pad_rows(rows: Tensor) -> Tensor:
-    """A copy with rows of zeros appended."""
-    padded = rows.new_zeros(-(-len(rows) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE, *rows.shape[1:])
-    padded[: len(rows)].copy_(rows.detach())
-    return padded
 
 
 def quantize_decoder(

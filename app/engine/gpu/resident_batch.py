@@ -1,194 +1,28 @@
-"""State of running sequences on the device, the upload of a step, and the layout of its tokens and attention tiles.
+"""State of running sequences on the device, and the updates that a step uploads.
 
 A sequence keeps its row from its first step until another sequence needs the row. Between two steps the host uploads
 only changes: new sequences, added blocks, the last token of a sequence that was away. One stream orders all work of the
 device, so that a row may be reassigned while a step that uses it still runs.
 
-Shape legend: G cache groups, R rows, B blocks of a row's table, S rows of a step, N rows of an update, W words, X
-flattened.
+Shape legend: G cache groups, R rows, B blocks of a row's table, N rows of an update, W words, X flattened.
 """
 
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from app.engine.gpu.kernels.interface import SPLIT, RowState
-from app.engine.gpu.kernels.sampling_state import ALIGNED, SamplingTable
+from app.engine.gpu.kernels.interface import RowState
+from app.engine.gpu.kernels.sample_out import ALIGNED
+from app.engine.gpu.kernels.sampling_table import SamplingTable
+from app.engine.gpu.transfers import EMPTY
 from app.engine.sampling.parameters import is_counted, pack_request, token_mask
 from app.engine.scheduling.batch_plan import Chunk, Sequence
-
-Numbers = TypeVar("Numbers")
-"""array[int] on the host, Tensor on the device."""
-
-
-class StepInputs(NamedTuple, Generic[Numbers]):
-    """Inputs of a step with prompts, on the host or on the device: of its tokens and of its attention tiles.
-
-    The tokens that sample come first, one for each chunk that does; then the other tokens of the chunks, then padding.
-    """
-
-    rows_T: Numbers
-    lengths_T: Numbers
-    """Tokens of the sequence up to and including this one."""
-    tokens_T: Numbers
-    """-1 stands for the last token of the row, which only the device knows."""
-    tile_row_X: Numbers
-    tile_start_X: Numbers
-    tile_position_X: Numbers
-    tile_length_X: Numbers
-
-    @classmethod
-    def of(cls, numbers_X: Tensor, n_tokens: int, n_tiles: int) -> StepInputs[Tensor]:
-        """Views of the sections of a step, one after the other."""
-        return StepInputs(*numbers_X.split([n_tokens] * 3 + [n_tiles] * 4))
-
-
-def pad(inputs: StepInputs[array[int]], padding_row: int, n_tokens: int, n_tiles: int) -> None:
-    """Adds padding tokens and tiles."""
-    sizes = (n_tokens,) * 3 + (n_tiles,) * 4
-    for section, size, filler in zip(inputs, sizes, _fillers(padding_row), strict=True):
-        section.extend([filler] * (size - len(section)))
-
-
-def clear(inputs: StepInputs[Tensor], padding_row: int) -> None:
-    """Makes all tokens and tiles padding."""
-    for section, filler in zip(inputs, _fillers(padding_row), strict=True):
-        section.fill_(filler)
-
-
-def _fillers(padding_row: int) -> tuple[int, ...]:
-    """Padding of each section of StepInputs."""
-    return (padding_row, 1, 0, -1, 0, 0, 0)
-
-
-class Layout(NamedTuple):
-    """The tokens of a step, on the host."""
-
-    inputs: StepInputs[array[int]]
-    scored_X: array[int]
-    """Indices of the tokens whose logits score a prompt."""
-    next_tokens_X: array[int]
-    """The prompt's next token after each of them."""
-
-
-def lay_out(chunks: Items[Chunk], rows: Items[int], *, tile_tokens: int) -> Layout:
-    """Lays out the tokens and tiles of a step, without padding."""
-    inputs = StepInputs(*(array("i") for _ in StepInputs._fields))
-    layout = Layout(inputs, array("i"), array("i"))
-    for chunk, row in zip(chunks, rows, strict=True):
-        if chunk.samples:
-            assert not chunk.drafts, "the device samples the last row of a chunk only"
-            _add_tokens(inputs, chunk.sequence, row, chunk.stop - 1, chunk.stop, 1)
-    for chunk, row in zip(chunks, rows, strict=True):
-        first, stop = len(inputs.rows_T) - chunk.start, chunk.stop - chunk.samples
-        if stop > chunk.start:
-            _add_tokens(inputs, chunk.sequence, row, chunk.start, stop, tile_tokens)
-        if positions := chunk.scores:
-            layout.scored_X.extend(range(first + positions.start - 1, first + positions.stop - 1))
-            layout.next_tokens_X.extend(chunk.sequence.request.prompt[positions.start : positions.stop])
-    return layout
-
-
-def _add_tokens(
-    inputs: StepInputs[array[int]], sequence: Sequence, row: int, start: int, stop: int, tile_tokens: int
-) -> None:
-    first, known_tokens = len(inputs.rows_T), sequence.tokens
-    inputs.rows_T.extend([row] * (stop - start))
-    inputs.lengths_T.extend(range(start + 1, stop + 1))
-    inputs.tokens_T.extend(known_tokens[start:stop].tolist())
-    inputs.tokens_T.extend([-1] * (stop - max(start, len(known_tokens))))
-    positions = range(start, stop, tile_tokens)
-    inputs.tile_row_X.extend([row] * len(positions))
-    inputs.tile_start_X.extend(range(first, first + stop - start, tile_tokens))
-    inputs.tile_position_X.extend(positions)
-    inputs.tile_length_X.extend(min(tile_tokens, stop - position) for position in positions)
-
-
-def splits(length: int) -> int:
-    """Number of attention splits for a sequence of this length."""
-    return -(-length // SPLIT)
-
-
-def row_buckets(most: int) -> tuple[int, ...]:
-    """Row counts that steps are padded to, up to `most`: small ones close together, then every 16."""
-    return (*(n for n in (1, 2, 4, 8, *range(16, most, 16)) if n < most), most)
-
-
-def token_buckets(most: int) -> tuple[int, ...]:
-    """Token counts that captured steps with prompts are padded to, up to `most` and 512."""
-    return (*(n for n in (16, 32, *range(64, 512, 64)) if n < most), min(most, 512))
-
-
-def round_up(count: int) -> int:
-    """To a multiple of 8: tokens and tiles of a step with prompts."""
-    return -(-count // 8) * 8
-
-
-def bucket(count: int, buckets: Items[int]) -> int:
-    """The smallest bucket that holds `count`."""
-    return buckets[bisect_left(buckets, count)]
-
-
-EMPTY = slice(0, 0)
-
-
-class Upload:
-    """Concatenated sections of int32, copied to the device asynchronously.
-
-    Each section starts at a multiple of 16 bytes, which the kernels require of their pointers. The host side is pinned
-    memory from torch's caching allocator, which does not reuse it before the copy has finished.
-    """
-
-    def __init__(self) -> None:
-        self._numbers = array("i")
-
-    def add(self, numbers: Collection[int], size: int = 0) -> slice:
-        """Appends a section of at least `size` numbers and returns its range in the result of send()."""
-        if not numbers and not size:
-            return EMPTY
-        self._numbers.extend([0] * (-len(self._numbers) % ALIGNED))
-        start = len(self._numbers)
-        self._numbers.extend(numbers if isinstance(numbers, array) else array("i", numbers))  # an array's is fast
-        self._numbers.extend([0] * (start + size - len(self._numbers)))
-        return slice(start, len(self._numbers))
-
-    def send(self, device: torch.device) -> Tensor:
-        """Copies all sections to the device, as one int32 tensor."""
-        if not self._numbers:
-            return torch.empty(0, dtype=torch.int32, device=device)
-        numbers_X = torch.frombuffer(self._numbers, dtype=torch.int32)
-        if device.type != "cuda":
-            return numbers_X.clone()
-        pinned_X = torch.empty(len(numbers_X), dtype=torch.int32, pin_memory=True).copy_(numbers_X)
-        return pinned_X.to(device, non_blocking=True)
-
-
-class Download:
-    """An asynchronous copy from the device."""
-
-    def __init__(self, numbers: Tensor) -> None:
-        self._event: torch.cuda.Event | None = None
-        if not numbers.is_cuda:
-            self._numbers = numbers.clone()
-        else:
-            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-            self._numbers.copy_(numbers, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-
-    def wait(self) -> Tensor:
-        """Waits for the copy. Nothing else makes the host wait for the device."""
-        if self._event is not None:
-            self._event.synchronize()
-        return self._numbers
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

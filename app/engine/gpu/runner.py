@@ -19,10 +19,13 @@ from app.common.fault_injection import fault
 from app.common.types import Request, TokenScore
 from app.engine.execution.runner import MaskProvider, SampledRows
 from app.engine.execution.warmup_batches import dummies
+from app.engine.gpu.cuda_capture import Capture
 from app.engine.gpu.executor import SCORED_ROWS, DeviceExecutor
-from app.engine.gpu.graphs import Capture, StepGraphs
-from app.engine.gpu.kernels.sampling_state import SampleOut, samples_of
-from app.engine.gpu.resident_batch import Download, Upload, lay_out, pad, splits
+from app.engine.gpu.graphs import StepGraphs
+from app.engine.gpu.kernels.sample_out import SampleOut, samples_of
+from app.engine.gpu.step_inputs import lay_out, pad
+from app.engine.gpu.step_sizes import splits
+from app.engine.gpu.transfers import Download, Upload
 from app.engine.sampling.parameters import token_mask
 from app.engine.sampling.sampled_token import SampledToken
 from app.engine.scheduling.batch_plan import BatchPlan, Sequence, StepResult

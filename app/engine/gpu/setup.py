@@ -16,13 +16,15 @@ from app.common.startup_timer import CAPTURING_GRAPHS, WARMING_UP
 from app.engine.execution.runner import MaskProvider
 from app.engine.execution.step_runner import BackendRunners
 from app.engine.execution.warmup_batches import dummies, largest_step
+from app.engine.gpu.cuda_capture import CudaCapture
 from app.engine.gpu.decoder import PagedDecoder
 from app.engine.gpu.executor import DeviceExecutor
-from app.engine.gpu.graphs import CudaCapture, StepGraphs
+from app.engine.gpu.graphs import StepGraphs
 from app.engine.gpu.kernels.interface import PARTIAL_BYTES, SPLIT, Kernels
-from app.engine.gpu.kernels.sampling_state import SamplingTable
-from app.engine.gpu.resident_batch import ResidentBatch, round_up, row_buckets, splits, token_buckets
+from app.engine.gpu.kernels.sampling_table import SamplingTable
+from app.engine.gpu.resident_batch import ResidentBatch
 from app.engine.gpu.runner import DeviceRunner
+from app.engine.gpu.step_sizes import round_up, row_buckets, splits, token_buckets
 from app.engine.guided.grammar_tracker import GrammarTracker
 from app.engine.memory.memory_plan import CacheShape, MemoryPeaks, mib, step_peak
 from app.engine.scheduling.scheduler import StepLimits

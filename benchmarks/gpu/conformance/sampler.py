@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from app.common.types import Request
-from app.engine.gpu.kernels.sampling_state import SampleOut, SamplingTable, samples_of
-from app.engine.gpu.linears import VOCAB_MULTIPLE
+from app.engine.gpu.kernels.sample_out import SampleOut, samples_of
+from app.engine.gpu.kernels.sampling_table import SamplingTable
+from app.engine.gpu.padded_lm_head import VOCAB_MULTIPLE
 from app.engine.sampling.parameters import SamplingInput, is_counted, pack_request, token_mask
 from app.engine.sampling.sampled_token import SampledToken
 from app.engine.sampling.sampler import ADJUSTMENTS, FILTERS, Draw, apply_stages, row_parameters, sample, uniforms
@@ -72,7 +73,7 @@ def wrong(
 
 
 def _with_row_padding(logits_SV: Tensor) -> Tensor:
-    """The same logits with the row stride of app/engine/gpu/linears.py, and NaN between rows."""
+    """The same logits with the row stride of app/engine/gpu/padded_lm_head.py, and NaN between rows."""
     rows, vocab = logits_SV.shape
     return logits_SV.new_full((rows, -(-vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE), torch.nan)[:, :vocab].copy_(
         logits_SV

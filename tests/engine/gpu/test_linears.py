@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -16,13 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.engine.gpu.linears import (
-    check_quantize,
-    describe_unquantized,
-    padded_lm_head,
-    quantize_decoder,
-    quantized_product,
-)
+from app.engine.gpu.linears import describe_unquantized, quantize_decoder, quantized_product
 from app.engine.gpu.triton_loader import REFERENCE_KERNELS, quantized_kernels
 from app.engine.quantization import quantized_weights
 from app.engine.quantization.quantized_weights import Quantized, dequantized_product, quantize, round_weights
@@ -31,7 +24,6 @@ from model.checkpoint.golden import GOLDEN_FILE
 from model.checkpoint.golden_export import golden_file
 from model.config import ModelConfig
 from model.files import CheckpointError
-from model.nn.layers import product
 from model.nn.reference import logits
 from model.nn.transformer import Decoder
 from model.weight_formats import KINDS, QUANTIZE, WeightFormat
@@ -39,7 +31,7 @@ from tests.support.gpu.kernel_backends import DEVICE, needs_triton
 from tests.support.model.tiny_models import tiny_config, tiny_decoder, tiny_engine
 
 TRITON = "app.engine.gpu.kernels.triton.quantized_products"
-PROMPT, ODD = [(7 * i) % 319 + 1 for i in range(40)], 333
+PROMPT = [(7 * i) % 319 + 1 for i in range(40)]
 UNTIED = tiny_config(tied_head=False, head_bias=True, qkv_bias=True, out_bias=True, mlp_bias=True, logit_soft_cap=30.0)
 QUANTIZED = [kind for kind in QUANTIZE if kind != "none"]
 INT8, FP8 = (WeightFormat(kind=kind) for kind in ("int8", "fp8"))
@@ -124,37 +116,6 @@ def test_torch_product_accepts_our_layouts() -> None:
         ours = quantized_weights.fp8_product(x, weight, bias, torch.float32)
         torchs = quantized_weights.scaled_product(x, weight, bias, torch.bfloat16)
         assert torch.allclose(torchs.float(), ours, rtol=2**-7, atol=1e-2)
-
-
-@pytest.mark.parametrize(
-    ("device", "dtype", "capability", "version", "reason"),
-    [
-        ("cpu", torch.bfloat16, None, "2.13.0", "requires a GPU, and the device is cpu: use --quantize int8 or none"),
-        (
-            "cuda",
-            torch.bfloat16,
-            (8, 6),
-            "2.13.0",
-            r"capability 8\.9 or newer .* has 8\.6: use --quantize int8 or none",
-        ),
-        ("cuda", torch.float32, (9, 0), "2.13.0", "computes in bfloat16: use --dtype bfloat16 or auto"),
-        (
-            "cuda",
-            torch.bfloat16,
-            (8, 9),
-            "2.11.0+cu130",
-            r"8\.9 requires torch 2\.12 or newer, and this is 2\.11\.0\+cu130",
-        ),
-    ],
-)
-def test_fp8_is_refused_where_unsupported(
-    device: str, dtype: torch.dtype, capability: tuple[int, int] | None, version: str, reason: str
-) -> None:
-    check_quantize("fp8", "cuda", torch.bfloat16, (8, 9), "2.12.0")
-    check_quantize("fp8", "cuda", torch.bfloat16, (9, 0), "2.11.0+cu130")
-    check_quantize("int8", device, dtype, capability, version)
-    with pytest.raises(ValueError, match=reason):
-        check_quantize("fp8", device, dtype, capability, version)
 
 
 @needs_triton
@@ -265,33 +226,3 @@ def test_fp8_passes_the_golden_check_and_another_model_fails(tmp_path: Path, is_
     engine = tiny_engine(_quantized(shape, "fp8", torch.bfloat16))
     with nullcontext() if is_same else pytest.raises(CheckpointError, match=r"golden\.json: .* differ by a mean of \d"):
         assert "passed" in check_golden(engine, tmp_path, tiny_config(), context=256, number_format="fp8")
-
-
-@pytest.mark.parametrize(
-    "shape", [tiny_config(vocab_size=ODD), replace(UNTIED, vocab_size=ODD)], ids=["tied", "untied"]
-)
-def test_padded_head_gives_the_same_logits_in_aligned_rows_of_one_matrix(shape: ModelConfig) -> None:
-    decoder = tiny_decoder(shape)
-    hidden_SD = torch.randn(3, decoder.config.width, generator=torch.Generator().manual_seed(0))
-    wanted_SV, embedding = decoder.head(hidden_SD), decoder.embedding.detach().clone()
-    head = padded_lm_head(decoder)
-    for logits_SV in (head(hidden_SD), decoder.head(hidden_SD)):
-        assert logits_SV.shape == (3, ODD) and torch.allclose(logits_SV, wanted_SV, rtol=1e-5, atol=1e-5)
-    assert shape is UNTIED or not shape.tied_head or head(hidden_SD).stride() == (384, 1)
-    assert torch.equal(decoder.embedding, embedding)
-    matrix = decoder.embedding if decoder.untied_head is None else decoder.untied_head
-    assert matrix.shape == (ODD, decoder.config.width) and matrix.is_contiguous()
-    assert matrix.untyped_storage().nbytes() == 384 * decoder.config.width * 4
-    matrix.data.zero_()
-    bias_V = torch.zeros(ODD) if decoder.head_bias is None else decoder.head_bias
-    assert torch.equal(head(hidden_SD[:1]), decoder.cap_logits(bias_V)[None]), "the padded matrix must be in use"
-
-
-def test_aligned_or_quantized_head_is_not_padded() -> None:
-    aligned = tiny_decoder()
-    address = aligned.embedding.data_ptr()
-    assert padded_lm_head(aligned) == aligned.head and aligned.embedding.data_ptr() == address
-    kinds: dict[str, bool] = {"int8": True, "fp8": False}  # fp8 does not support an odd number of rows
-    for kind, is_quantized in kinds.items():
-        decoder = _quantized(replace(UNTIED, vocab_size=ODD), kind)
-        assert (padded_lm_head(decoder) == decoder.head) == is_quantized == (decoder.head_product is not product)

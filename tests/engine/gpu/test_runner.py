@@ -18,10 +18,11 @@ from torch.utils._pytree import tree_leaves
 from app.common.types import Request, SampledEvent, SamplingParams
 from app.engine.execution.engine import Engine
 from app.engine.execution.warmup_batches import dummies
+from app.engine.gpu.cuda_capture import CudaCapture
 from app.engine.gpu.executor import DeviceExecutor
-from app.engine.gpu.graphs import CudaCapture
-from app.engine.gpu.resident_batch import Download, ResidentBatch
+from app.engine.gpu.resident_batch import ResidentBatch
 from app.engine.gpu.runner import DeviceRunner
+from app.engine.gpu.transfers import Download
 from app.engine.gpu.triton_loader import triton_kernels
 from app.engine.guided.grammar_tracker import GrammarTracker
 from app.engine.scheduling.batch_plan import BatchPlan, Chunk, Sequence
@@ -97,7 +98,7 @@ class RecordingMode(TorchDispatchMode):
 
 
 def _recorded(work: Callable[[], None], replayed: list[bool]) -> Callable[[], None]:
-    """A `Capture` of app/engine/gpu/graphs.py that counts the replays."""
+    """A `Capture` of app/engine/gpu/cuda_capture.py that counts the replays."""
     with RecordingMode() as watch:
         work()
     return lambda: (replayed.append(True), watch.replay())[1]

@@ -14,7 +14,8 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from app.common.types import Request, SamplingParams
-from app.engine.gpu.kernels.sampling_state import SampleOut, SamplingTable
+from app.engine.gpu.kernels.sample_out import SampleOut
+from app.engine.gpu.kernels.sampling_table import SamplingTable
 from app.engine.sampling import parameters as layout
 from app.engine.sampling.parameters import SamplingInput, pack_request
 from app.engine.sampling.sampler import Draw

@@ -20,11 +20,13 @@ from torch.utils._pytree import tree_leaves
 
 from app.common.types import SamplingParams
 from app.engine.execution.warmup_batches import PermissiveGrammars, costliest_step
+from app.engine.gpu.cuda_capture import CudaCapture
 from app.engine.gpu.executor import SCORED_ROWS
-from app.engine.gpu.graphs import CudaCapture, StepGraphs
+from app.engine.gpu.graphs import StepGraphs
 from app.engine.gpu.kernels.interface import PARTIAL_BYTES
-from app.engine.gpu.resident_batch import StepInputs, Upload
 from app.engine.gpu.setup import _GRAPH_BYTES, TritonBackend
+from app.engine.gpu.step_inputs import StepInputs
+from app.engine.gpu.transfers import Upload
 from app.engine.gpu.triton_loader import check_triton, sources_key
 from app.engine.memory.memory_plan import CacheShape
 from app.engine.sampling.parameters import SamplingInput

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from app.engine.execution.engine import Engine
+from app.engine.gpu.cuda_capture import Capture
 from app.engine.gpu.decoder import PagedDecoder
-from app.engine.gpu.graphs import Capture
 from app.engine.gpu.kernels.interface import Kernels
 from app.engine.gpu.runner import DeviceRunner
 from app.engine.gpu.setup import device_runner

@@ -1,5 +1,5 @@
 """Operations of a step on a GPU: their interface and their layouts.
 
-Main names: Kernels (the interface), Launch, the sampling state and its layout.
+Main names: Kernels (the interface), Launch, SamplingTable, SampleOut.
 Invariants: No operation reads a value on the host, so that a CUDA graph can capture all of them.
 """

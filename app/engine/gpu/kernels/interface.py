@@ -21,7 +21,8 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from app.engine.gpu.kernels.sampling_state import SampleOut, SamplingTable
+from app.engine.gpu.kernels.sample_out import SampleOut
+from app.engine.gpu.kernels.sampling_table import SamplingTable
 from model.config import Activation, Norm
 
 SPLIT = 512

@@ -23,7 +23,7 @@ from app.engine.gpu.kernels.interface import (
     padded_dim,
     power_of_two,
 )
-from app.engine.gpu.kernels.sampling_state import ALIGNED
+from app.engine.gpu.kernels.sample_out import ALIGNED
 from app.engine.gpu.kernels.triton.attention import attention, divide_attention
 from app.engine.gpu.kernels.triton.sampler import sample
 from model.config import Activation

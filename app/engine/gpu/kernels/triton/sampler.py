@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from app.engine.gpu.kernels.sampling_state import TOP, SampleOut, SamplingTable
+from app.engine.gpu.kernels.sample_out import TOP, SampleOut
+from app.engine.gpu.kernels.sampling_table import SamplingTable
 from app.engine.gpu.kernels.triton.filters import (
     BY_LOGPROB,
     MIN_P,
