@@ -75,7 +75,7 @@ def new_key() -> str:
 
 
 def stored(key: str, name: str, *, days: float | None = None, reads_usage: bool = False, **limits: int) -> StoredKey:
-    """The entry for a new key; `limits` are those of RateLimits. Raises KeyFileError for an invalid name or number."""
+    """The entry for a new key; `limits` as in RateLimits. Raises KeyFileError for an invalid name or number."""
     created = datetime.now(UTC).replace(microsecond=0)
     expires = None if days is None else created + timedelta(days=days)
     digest = hashlib.sha256(key.encode()).hexdigest()

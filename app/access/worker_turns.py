@@ -2,8 +2,8 @@
 
 Every job that may take long waits for a turn. Three rules keep one tenant's jobs from delaying another's:
 
-* Order: fair turns by worker time (app/common/fair_turns.py), estimated before and measured after, so that of two
-  tenants the one with the smaller job goes first; inside a tenant, first come, first served.
+* Order: fair turns by worker time (app/common/fair_turns.py), estimated before and measured after: between
+  two tenants, the smaller job goes first; inside a tenant, first come, first served.
 * Workers: a tenant never occupies the last worker, so that another tenant finds one that is free.
 * Bounds: a dynamic threshold, so that there is always space left for another tenant.
 """

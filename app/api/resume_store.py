@@ -27,7 +27,7 @@ class ResumeStore:
     """Holds streams by name and owner; closes those whose clients stay disconnected for `seconds`.
 
     At most 256 streams of disconnected clients are held. Beyond that, the owner with the most of them loses one, fully
-    delivered ones first: an owner that abandons many streams cannot evict those of others.
+    delivered ones first: an owner that abandons many streams cannot evict other owners' streams.
     """
 
     def __init__(self, seconds: float) -> None:

@@ -357,7 +357,7 @@ class Timings(ResponseModel):
 
     @classmethod
     def of(cls, completion: Completion) -> Timings:
-        """The timings so far; tokens per second are those of all choices, and 0 before two tokens."""
+        """The timings so far; tokens per second count all choices, and are 0 before two tokens."""
         times = completion.times
         started = times.started or times.submitted
         first = times.first_token or started

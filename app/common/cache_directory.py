@@ -30,7 +30,7 @@ class CacheError(ValueError):
 
 
 def cache_directory(requested: Path | None, environment: Mapping[str, str] | None = None) -> Path | None:
-    """The requested directory, else that of the environment, else the user's; None if there is no home directory."""
+    """The requested directory, else the environment's, else the user's; None if there is no home directory."""
     environment = os.environ if environment is None else environment
     if requested or (configured := environment.get(CACHE_VARIABLE)):
         return requested or Path(configured or "")

@@ -71,8 +71,8 @@ class FileIdentity(NamedTuple):
     def is_reliable(self) -> bool:
         """Whether any later change of the file changes its times. Nothing changes a file without links, a private copy.
 
-        Read-only images (EROFS, squashfs) and object stores have whole seconds, and no time of a change but that of
-        the content, which a reproducible image may set to anything.
+        Read-only images (EROFS, squashfs) and object stores have whole seconds, and record no change but the content's,
+        whose time a reproducible image may set to anything.
         """
         is_stamped = self.changed % 1_000_000_000 != 0
         return not self.links or (is_stamped and time.time_ns() - max(self.modified, self.changed) >= _SETTLED_NS)

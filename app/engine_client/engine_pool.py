@@ -79,7 +79,7 @@ class EnginePool:
         return sum(engine.supervisor.restarts for engine in self.engines)
 
     def start(self, version: ReadVersion = read_directory) -> None:
-        """Spawns the engine processes, each of which reads this version of the weights."""
+        """Spawns the engine processes, which read this version of the weights."""
         for engine in self.engines:
             engine.supervisor.start(version)
 

@@ -26,7 +26,7 @@ from model.weights_version import WeightsVersion
 
 
 class EngineStopped(Exception):
-    """An engine is stopped for good; `exit_code` is that of the service if it was the last engine."""
+    """An engine is stopped for good; the service ends with `exit_code` if it was the last engine."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)

@@ -36,7 +36,7 @@ class ThroughputEstimate:
         self._backlog_since = now if has_backlog else None
 
     def seconds_for(self, work: float, mean_work: float, now: float) -> float:
-        """Estimated seconds until `work` has left the queue; `mean_work` is that of an average request.
+        """Estimated seconds until `work` has left the queue; an average request has `mean_work`.
 
         A prior assumes that a few requests left quickly, with a weight that decays: so there is an estimate before the
         first measurement, and the estimate for a stalled engine grows with each second but stays finite.

@@ -16,7 +16,7 @@ async def until_disconnect(work: Coroutine[Any, Any, _T], receive: Receive) -> _
     """Runs `work` in this task; if the client disconnects first, cancels it and returns None.
 
     No result is lost: `work` either returns one, which is returned, or is cancelled while it waits. Work that never
-    waits, as that of nearly all requests before they are queued, needs no task that watches the client.
+    waits, like the work of nearly all requests before they are queued, needs no task that watches the client.
     """
     try:
         awaited = work.send(None)

@@ -1,6 +1,6 @@
 """Idempotency-Key: a POST that a client or proxy sends again gets the first one's response, or 409 while that runs.
 
-The header is that of draft-ietf-httpapi-idempotency-key-header. A key belongs to one owner, path and body. The service
+The header follows draft-ietf-httpapi-idempotency-key-header. A key belongs to one owner, path and body. The service
 keeps a successful response for a while after its end; every other request is forgotten when it ends, also because its
 client has disconnected, and may be sent again.
 
@@ -154,7 +154,7 @@ class IdempotencyMiddleware:
 
 
 class _Response:
-    """The response to a request, of which up to `max_bytes` are kept."""
+    """The response to a request; keeps up to `max_bytes` of it."""
 
     def __init__(self, digest: bytes, max_bytes: int) -> None:
         self.digest = digest
