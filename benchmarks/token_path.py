@@ -74,8 +74,6 @@ def _wait_ready(url: str, process: subprocess.Popen[bytes]) -> None:
 def _stream(url: str, api: str, n_tokens: int) -> Any:
     body = {"prompt": "Once upon a time", "max_tokens": n_tokens, "ignore_eos": True, "seed": 1, "stream": True}
     path = "/complete" if api == "native" else "/v1/completions"
-    if api == "openai":
-        body["model"] = "default"
     request = urllib.request.Request(url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
     return urllib.request.urlopen(request, timeout=120)
 
