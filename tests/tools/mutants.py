@@ -58,7 +58,7 @@ SUBJECTS = {
         ("app/api/resume_store.py",), ("tests/api/test_resume_store.py", "tests/api/test_resumed_streams.py")
     ),
     "guided": Subject(
-        (f"{_ENGINE}/guided/grammar_tracker.py", f"{_ENGINE}/guided/grammar_masks.py"), ("tests/engine/guided",)
+        (f"{_ENGINE}/guided/grammar_tracker.py", f"{_ENGINE}/guided/token_masks.py"), ("tests/engine/guided",)
     ),
 }
 

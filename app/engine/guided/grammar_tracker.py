@@ -5,7 +5,7 @@
 
 The mask also shows whether more text can follow, so a text ends with the row after its last token, which samples
 nothing. A state is valid for a sequence if it has consumed exactly the generated tokens; otherwise it is rebuilt.
-GrammarTracker owns the states of all running requests (app/engine/guided/grammar_masks.py).
+GrammarTracker owns the states of all running requests (app/engine/guided/token_masks.py).
 
 Shape legend: S rows, W words of 32 bits, one bit for each token of the model and one for the end of the text.
 """
@@ -21,8 +21,8 @@ from functools import partial
 from msgspec.structs import replace
 
 from app.common.types import Request
-from app.engine.guided.grammar_masks import GrammarMasks, GrammarState
 from app.engine.guided.grammar_workers import GrammarWorkers, Job
+from app.engine.guided.token_masks import GrammarMasks, GrammarState
 from app.engine.sampling.sampled_token import MASK_NOT_READY, SampledToken
 from app.engine.scheduling.batch_plan import Sequence
 from model.number_formats import Array

@@ -16,7 +16,7 @@ import pytest
 from msgspec.structs import replace
 
 from app.common.types import FinishReason, Request, SampledEvent, SamplingParams
-from app.engine.guided import grammar_masks, grammar_tracker
+from app.engine.guided import grammar_tracker, token_masks
 from app.engine.guided.grammar_tracker import GrammarTracker
 from app.engine.guided.grammar_workers import Job
 from app.engine.sampling.sampled_token import MASK_NOT_READY, SampledToken
@@ -265,8 +265,8 @@ def test_unusable_grammar_fails_only_its_request(
     grammar: str, seconds: float, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Includes a grammar that takes more than its share of time."""
-    monkeypatch.setattr(grammar_masks, "_REQUEST_SECONDS", seconds)
-    monkeypatch.setattr(grammar_masks, "_TOKEN_SECONDS", 0.0)
+    monkeypatch.setattr(token_masks, "_REQUEST_SECONDS", seconds)
+    monkeypatch.setattr(token_masks, "_TOKEN_SECONDS", 0.0)
     bytes_of = [b"" if "\u00e9".encode()[:1] in data else data for data in TOKENIZER.bytes_of]
     engine = tiny_engine(_decoder(), blocks=200, guides=_tracker(bytes_of))
     engine.add(Request(id="bad", prompt=(1,), max_tokens=400, grammar=grammar))
