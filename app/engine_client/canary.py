@@ -44,6 +44,7 @@ class Canary(OpenSequences):
             raise self.failure
 
     def add_token(self, request_id: str, at: float, event: SampledEvent) -> None:  # noqa: ARG002
+        """Counts a token; the last one answers the canary."""
         if request_id not in self._open:
             return
         if event.token is not None:
@@ -53,18 +54,19 @@ class Canary(OpenSequences):
             self._end()
 
     def add_start(self, at: float, started: RequestStarted) -> None:
-        pass
+        """Only tokens show that the engine works."""
 
     def add_scores(self, scores: PromptScores) -> None:
-        pass
+        """There are none: it does not ask for them."""
 
     def fail(self, error: EngineError) -> None:
+        """Ends the canary with an error."""
         if self._open:
             self.failure = error
             self._end()
 
     def flush(self, writes: Writes) -> None:
-        pass
+        """It has no reader."""
 
     def _end(self) -> None:
         self._open.clear()
