@@ -9,7 +9,7 @@
 #   make gpu-check [WHEELS=DIR] [ARGS="--only speed"]  checks that need a GPU, in PYTHON's environment; installs nothing
 #   make manifests                              validates Grafana's dashboard, and what kustomize and Helm render
 #   make site                                   the documentation as a site in build/site; dead links are errors
-#   make ray                                    the service on two local Ray nodes that fail under load (minutes)
+#   make ray [RAY=2.60.0]                       the service on two local Ray nodes that fail under load (minutes)
 #   make container [FRESH=1]                    builds the image and tests it in containers (root on Debian; slow)
 #   make promises [ONLY="r10 s08"]              the tests of promises at full size; writes RELIABILITY.md
 #   make mutants [ONLY="scheduler text"]        mutation tests of modules (hours)
@@ -40,7 +40,7 @@ VENV := .venv
 BIN := "$(VENV)/bin"
 
 # Variables that make's command line accepts, besides those of other programs. Without this check a typo has no effect.
-VARIABLES := ARGS DATA EXTRAS FRESH JOBS LOCK ONLY OUT PIP_ARGS PORT PYTHON TORCH UV VENV WEIGHTS WHEELS
+VARIABLES := ARGS DATA EXTRAS FRESH JOBS LOCK ONLY OUT PIP_ARGS PORT PYTHON RAY TORCH UV VENV WEIGHTS WHEELS
 OTHERS := CURDIR CI CC CXX CXXFLAGS MAKE% INKSTREAM_% CUDA_% OMP_% HF_% PIP_% UV_% PYTEST_% %_proxy %_PROXY
 unknown := $(foreach name,$(filter-out $(VARIABLES) $(OTHERS),$(.VARIABLES)),$(if $(findstring command,$(origin $(name))),$(name)))
 $(if $(strip $(unknown)),$(error $(strip $(unknown)): no variable of make, which has $(VARIABLES)))
@@ -159,13 +159,15 @@ site:
 		touch .site/installed; }
 	@.site/bin/python -m tests.tools.site
 
-# Ray and its forty or so dependencies have a separate environment, which also sees the packages of .venv.
+# Ray and its forty or so dependencies have a separate environment, which also sees the packages of .venv. The service
+# runs on any Ray from 2.10 on: to test another version, remove .ray and give RAY=2.10.0.
+RAY ?= 2.60.0
 ray: install
 	@test -x .ray/bin/serve || { $(BIN)/python -m venv .ray && \
 		purelib='import sysconfig; print(sysconfig.get_path("purelib"))' && \
 		$(BIN)/python -c "$$purelib" > "$$(.ray/bin/python -c "$$purelib")/inkstream.pth" && \
 		.ray/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
-			-c "$(VENV)/constraints.txt" "ray[serve]==2.60.0"; }
+			-c "$(VENV)/constraints.txt" "ray[serve]==$(RAY)"; }
 	PYTHONPATH=. .ray/bin/python -m tests.ray.guard -m tests.ray.run
 
 container: install

@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Callable
 
-import httpx
 import psutil
 import ray
 from ray import serve
@@ -14,12 +13,12 @@ from ray.cluster_utils import Cluster
 
 from deploy.ray_serve import build
 
-PORT, PROXY_PORT = 8124, 8123
-URL, PROXY_URL = f"http://127.0.0.1:{PORT}", f"http://127.0.0.1:{PROXY_PORT}"
-"""The gateway's own port, and Ray's proxy's."""
+PORT = 8123
+URL = f"http://127.0.0.1:{PORT}"
+"""Of Ray's proxy."""
 _STORE_BYTES = 100 << 20
 _START_SECONDS = 240.0
-_TITLE = "ray::ServeReplica:inkstream:engine"
+_TITLE = "ray::ServeReplica:inkstream:replica"
 
 
 class TwoNodes:
@@ -31,15 +30,15 @@ class TwoNodes:
         self._second = self._cluster.add_node(**node)
         ray.init(address=self._cluster.address, log_to_driver=False)
         # Both nodes share this machine's ports: with a proxy on each, connections would reach either one.
-        serve.start(http_options={"host": "127.0.0.1", "port": PROXY_PORT}, proxy_location="HeadOnly")
+        serve.start(http_options={"host": "127.0.0.1", "port": PORT}, proxy_location="HeadOnly")
 
     def deploy(self, **arguments: float) -> None:
         """Deploys the service, or redeploys it with other arguments of build()."""
-        serve.run(build({"replicas": 2, "port": PORT, **arguments}), name="inkstream")
+        serve.run(build({"replicas": 2, **arguments}), name="inkstream")
 
     def wait_for_replicas(self, count: int) -> None:
         """Waits for `count` ready replicas. Raises AssertionError at the time-out."""
-        wait_until(lambda: len(servers()) == count, _START_SECONDS, f"there are not {count} replicas")
+        wait_until(lambda: running_replicas() == count, _START_SECONDS, f"there are not {count} replicas")
 
     def kill_replica(self) -> None:
         """Sends SIGKILL to the replica on the second node; Ray will start another."""
@@ -75,23 +74,10 @@ def apply_settings(weights: str) -> None:
     os.environ.update(RAY_worker_niceness="0")
 
 
-def samples(name: str) -> dict[str, float]:
-    """A metric of all replicas by its labels; empty while none responds."""
-    try:
-        lines = httpx.get(f"{URL}/metrics", timeout=20).text.splitlines()
-    except httpx.HTTPError:
-        return {}
-    found = (
-        line.rpartition(" ")
-        for line in lines
-        if line.startswith(("inkstream_" + name + "{", "inkstream_" + name + " "))
-    )
-    return {labels: float(value) for labels, _, value in found}
-
-
-def servers() -> list[str]:
-    """Labels of the replicas that serve."""
-    return [labels for labels, value in samples("engine_ready").items() if value == 1]
+def running_replicas() -> int:
+    """Replicas that Ray sends requests to."""
+    deployments = serve.status().applications["inkstream"].deployments
+    return deployments["replica"].replica_states.get("RUNNING", 0) if "replica" in deployments else 0
 
 
 def wait_until(condition: Callable[[], bool], seconds: float, otherwise: str) -> None:

@@ -2,7 +2,7 @@
 
 `.ray/bin/python -m tests.ray.guard -m tests.ray.speed [ROUNDS]`; one thread for each engine, the default weights. Both
 services run all the time, and the one that is not measured is idle. The ratios are medians over rounds, so other load
-on the machine changes them little. Exits with 1 if a goal is missed.
+on the machine changes them little.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from tests.ray.cluster import URL, TwoNodes, apply_settings
 from tests.support import ROOT
 
 STREAMS = (16, 64)
-LEAST_TOKENS, MOST_FIRST_TOKEN = 0.7, 2.0
-"""Goals, as ratios to `--replicas 2`."""
 
 
 def measure(url: str, streams: int) -> tuple[float, float]:
@@ -36,30 +34,27 @@ def measure(url: str, streams: int) -> tuple[float, float]:
     return level["output_tokens_per_second"], level["first_token_ms"]["p50"]
 
 
-def compare(replicas: str, gateway: str, rounds: int) -> bool:
-    """Prints the medians and ratios; returns whether the goals are met."""
+def compare(replicas: str, on_ray: str, rounds: int) -> None:
+    """Prints the medians and ratios."""
     found: dict[tuple[str, int], list[tuple[float, float]]] = {}
     for turn in range(rounds):
         for streams in STREAMS:
-            for url in (replicas, gateway) if turn % 2 else (gateway, replicas):
+            for url in (replicas, on_ray) if turn % 2 else (on_ray, replicas):
                 found.setdefault((url, streams), []).append(measure(url, streams))
-            print(f"round {turn + 1}: {streams} streams, {found[gateway, streams][-1]} on Ray", flush=True)
-    is_reached = True
+            print(f"round {turn + 1}: {streams} streams, {found[on_ray, streams][-1]} on Ray", flush=True)
     for streams in STREAMS:
-        ours, theirs = found[gateway, streams], found[replicas, streams]
+        ours, theirs = found[on_ray, streams], found[replicas, streams]
         tokens, first_token = (
             statistics.median(one[which] / other[which] for one, other in zip(ours, theirs, strict=True))
             for which in (0, 1)
         )
-        is_reached &= tokens >= LEAST_TOKENS and first_token <= MOST_FIRST_TOKEN
         for name, values in (("--replicas 2", theirs), ("Ray", ours)):
             median_tokens, median_first = (statistics.median(column) for column in zip(*values, strict=True))
             print(f"{streams:3} streams  {name:14}{median_tokens:7.0f} tokens/s  first token {median_first:5.0f} ms")
         print(f"{streams:3} streams  {'ratio':14}{tokens:7.0%}           first token {first_token:.2f}x", flush=True)
-    return is_reached
 
 
-def main(rounds: int) -> int:
+def main(rounds: int) -> None:
     """Starts both services and compares them."""
     apply_settings(str(ROOT / "weights"))
     os.environ.update(INKSTREAM_KERNELS="auto", INKSTREAM_MAX_RUNNING="64")
@@ -73,7 +68,7 @@ def main(rounds: int) -> int:
             service = launch(command, Path(folder) / "log", environment=environment)
             try:
                 service.wait_for_route("/health/ready", most=300)
-                return int(not compare(service.url, URL, rounds))
+                compare(service.url, URL, rounds)
             finally:
                 service.kill()
     finally:
@@ -81,4 +76,4 @@ def main(rounds: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]) if sys.argv[1:] else 5))
+    main(int(sys.argv[1]) if sys.argv[1:] else 5)
