@@ -47,17 +47,8 @@ class EventParser:
 
     def feed(self, data: bytes) -> list[Event]:
         """Adds data; returns the events that are now complete."""
-        return [event for block in self.blocks(data) if (event := parse_event(block))]
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no part of an event waits for the rest of it."""
-        return not self._rest
-
-    def blocks(self, data: bytes) -> list[bytes]:
-        """Adds data; returns the lines of each event that is now complete, without the empty one at its end."""
         *blocks, self._rest = (self._rest + data).replace(b"\r\n", b"\n").split(b"\n\n")
-        return blocks
+        return [event for block in blocks if (event := parse_event(block))]
 
 
 def parse_event(block: bytes) -> Event | None:

@@ -58,14 +58,14 @@ def test_every_split_in_two_gives_the_same_events() -> None:
         parser = EventParser()
         found = [*parser.feed(stream[:cut]), *parser.feed(stream[cut:])]
         assert found == [Event("token", b"{}", "r:0"), Event("", b": ping"), Event("message", b"a\nb")], cut
-        assert parser.is_empty
+        assert parser.feed(b"data: c\n\n") == [Event("message", b"c")], cut
 
 
 def test_an_unfinished_event_is_not_delivered() -> None:
     parser = EventParser()
-    assert parser.is_empty
-    assert parser.feed(b"event: done\ndata: {}\n") == [] and not parser.is_empty
-    assert parser.feed(b"\n") == [Event("done", b"{}")] and parser.is_empty
+    assert parser.feed(b"event: done\ndata: {}\n") == []
+    assert parser.feed(b"\n") == [Event("done", b"{}")]
+    assert parser.feed(b"\n\n") == []
 
 
 @given(st.lists(TEXTS, max_size=5), st.booleans())

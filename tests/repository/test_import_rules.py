@@ -28,7 +28,6 @@ OUTSIDE = {
     "app.api": {"fastapi", "prometheus_client", "pydantic", "pydantic_core", "starlette"},
     "app.chat": {"jinja2", "msgspec"},
     "app.cli": {"pydantic", "shtab", "torch"},
-    "app.cluster": {"fastapi", "msgspec", "prometheus_client", "starlette"},
     "app.common": {"msgspec", "pydantic", "pydantic_settings", "uvloop"},
     "app.engine": {"msgspec", "numpy", "torch"},
     "app.engine.cpu.toolchain": set[str](),
@@ -129,11 +128,9 @@ def test_folders_import_only_from_layers_below() -> None:
     assert wrong == []
 
 
-def test_cluster_imports_only_http_and_the_service_only_model_files() -> None:
+def test_the_service_imports_only_files_of_the_model() -> None:
     """Stricter than the layers, for direct imports of a file."""
     known = {name: {found for found in _graph()[name] if found in PRODUCT} for name in PRODUCT}
-    of_cluster = {PACKAGES[found] for name in known if PACKAGES[name] == "app.cluster" for found in known[name]}
-    assert of_cluster <= {"app.access", "app.api", "app.api.native", "app.cluster", "app.common", "app.http"}
     for name in (name for name in known if name.startswith("app.")):
         of_model = {PACKAGES[found] for found in known[name] if found.partition(".")[0] == "model"}
         if not name.startswith(("app.engine.", "app.cli.", "app.__main__")):
