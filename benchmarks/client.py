@@ -1,4 +1,4 @@
-"""Load generator: HTTP/1.1 clients that keep a number of streams busy and record when tokens arrive.
+"""Load generator: HTTP/1.1 clients that keep a number of streams or a rate and record when tokens arrive.
 
 It shares the cores with the server under test, so the path of a token is short: llhttp removes the framing, and events
 of tokens are counted, not parsed. benchmarks/completions.py parses a response once it is complete.
@@ -227,6 +227,38 @@ async def keep_busy(
     async with asyncio.TaskGroup() as group:
         for _ in range(streams):
             group.create_task(stream())
+
+
+async def keep_rate(
+    address: Address, gaps: Iterator[float], exchanges: Iterator[Exchange], on_end: Callable[[Exchange], None]
+) -> None:
+    """Open loop: the next exchange starts `gaps` seconds after the last one was due, on an idle or a new connection.
+
+    `exchange.sent` becomes the time when it was due: if this process is late, the server's clients have waited.
+    """
+    clients, idle, due = list[Client](), list[Client](), now()
+
+    async def send(exchange: Exchange, due: float) -> None:
+        if not idle:
+            clients.append(Client(address))
+            idle.append(clients[-1])
+        client = idle.pop()
+        await client.run(exchange)
+        idle.append(client)
+        exchange.sent = due
+        on_end(exchange)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for gap in gaps:
+                due += gap
+                await asyncio.sleep(max(0.0, due - now()))
+                if (exchange := next(exchanges, None)) is None:
+                    break
+                group.create_task(send(exchange, due))
+    finally:
+        for client in clients:
+            client.close()
 
 
 async def exchange_alone(address: Address, exchange: Exchange) -> Exchange:

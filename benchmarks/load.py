@@ -1,21 +1,25 @@
-"""Fixed-concurrency streaming load against POST /complete: `python -m benchmarks.load`, or `inkstream bench`.
+"""Streaming load against POST /complete: `python -m benchmarks.load`, or `inkstream bench`.
 
-Each level keeps N streams open, each on its own keep-alive connection: when one ends, its next request starts at once.
+A level of `--streams` is a closed loop: it keeps N streams open, each on its own keep-alive connection, and when one
+ends, its next request starts at once. A level of `--rate` is an open loop: R requests a second on average start at
+random times (a Poisson process), whether or not earlier ones have ended, as users do that know nothing of each other.
 Figures are measured at the client: tokens are the usage in the `done` event, times are when events reach this process.
 
-- time to first token: request sent -> first `token` event with text
+- time to first token: request sent (with `--rate`: due) -> first `token` event with text
 - inter-token latency: gap between two `token` events. An event may carry several tokens; gaps are reported as measured,
   neither divided nor weighted
 
-The last line of stdout is one JSON object. Exit status: 0; 1 if a request failed; 2 if the flags are invalid or no
-server answers; 130 after Ctrl+C, with the results so far.
+The last line of stdout is one JSON object. Exit status: 0; 1 if a request failed or a level missed the `--slo`; 2 if
+the flags are invalid or no server answers; 130 after Ctrl+C, with the results so far.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import os
+import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +32,7 @@ from typing import Any
 import msgspec
 
 from app.common import event_loop
-from benchmarks.client import Address, Exchange, exchange_alone, keep_busy, parse_address
+from benchmarks.client import Address, Exchange, exchange_alone, keep_busy, keep_rate, parse_address
 from benchmarks.common import Machine, Percentiles, json_line, now_text, percentiles_ms, this_machine
 from benchmarks.completions import Completed, CompletionRequest, Failed, OpenAIRequest, measure
 from benchmarks.prompts import pseudo_prose
@@ -39,6 +43,9 @@ TABLE_HEAD = (
     "streams  requests  errors  tokens/s  requests/s  first token p50/p99 ms  inter-token p50/p99 ms\n"
     "-------  --------  ------  --------  ----------  ----------------------  ----------------------"
 )
+_RATE_HEAD = TABLE_HEAD.replace("streams", "   rate", 1)
+_RATE_SECONDS = 30
+"""Length of a level of --rate without --requests."""
 _ANSWER_SECONDS = 5
 _KEY, _URL = "INKSTREAM_API_KEY", "INKSTREAM_URL"
 _WARM_UP = -1
@@ -57,7 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         nonlocal latest
         latest = result
         if not is_json_only:
-            print(table_row(result.levels[-1]) if result.levels else TABLE_HEAD, flush=True)
+            head = _RATE_HEAD if plan.rates else TABLE_HEAD
+            print(table_row(result.levels[-1]) if result.levels else head, flush=True)
 
     try:
         event_loop.run(run(plan, on_result=show))
@@ -74,14 +82,36 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceLevel:
+    """A service level objective: limits of the 99th percentiles, in milliseconds."""
+
+    first_token_ms: float = 1000.0
+    inter_token_ms: float = 100.0
+
+    def missed_by(self, level: LevelResult) -> tuple[str, ...]:
+        """What of the level is beyond its limit; empty if the objective is met."""
+        found = []
+        if level.errors or level.unfinished or not level.completed:
+            found.append("requests")
+        if (level.first_token_ms.p99 or 0.0) > self.first_token_ms:
+            found.append("first token")
+        if (level.inter_token_ms.p99 or 0.0) > self.inter_token_ms:
+            found.append("inter-token")
+        return tuple(found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPlan:
     """What the load generator sends. Raises ValueError with a message for the user if a value is invalid."""
 
     url: str = "http://127.0.0.1:8000"
     streams: tuple[int, ...] = (1, 8, 32)
     """Concurrency levels, in order."""
+    rates: tuple[float, ...] = ()
+    """Requests per second of each level, in place of `streams`."""
+    slo: ServiceLevel | None = None
     requests: int | None = None
-    """Requests per level; None: four per stream, at least 8."""
+    """Requests per level; None: four per stream, or 30 seconds of a rate, at least 8."""
     max_tokens: int = 128
     temperature: float = 1.0
     seconds: float = 60.0
@@ -104,7 +134,11 @@ class LoadPlan:
             raise ValueError(f"{self.url} is not a loopback address; add --allow-remote to put load on another machine")
         if not self.streams or not all(1 <= streams <= 4096 for streams in self.streams):
             raise ValueError("--streams takes numbers from 1 to 4096, such as 1,8,32")
-        if self.requests is not None and self.requests < max(self.streams):
+        if not all(0 < rate <= 10_000 for rate in self.rates):
+            raise ValueError("--rate takes requests per second above 0 and at most 10000, such as 0.5,2,8")
+        if self.requests is not None and self.requests < 1:
+            raise ValueError("--requests must be at least 1")
+        if self.requests is not None and not self.rates and self.requests < max(self.streams):
             raise ValueError(f"--requests {self.requests} is too few to keep {max(self.streams)} streams busy")
         if not 1 <= self.max_tokens <= 1_000_000:
             raise ValueError("--max-tokens must be from 1 to 1000000")
@@ -123,8 +157,16 @@ class LoadPlan:
     def address(self) -> Address:
         return replace(parse_address(self.url), key=self.api_key)
 
-    def requests_for(self, streams: int) -> int:
-        return self.requests if self.requests is not None else max(8, 4 * streams)
+    @property
+    def levels(self) -> list[LevelProgress]:
+        """A new level for each rate or, without rates, for each number of streams."""
+        if self.rates:
+            return [LevelProgress(rate=rate) for rate in self.rates]
+        return [LevelProgress(streams=streams) for streams in self.streams]
+
+    def requests_for(self, level: LevelProgress) -> int:
+        count = math.ceil(level.rate * _RATE_SECONDS) if level.rate else 4 * level.streams
+        return self.requests if self.requests is not None else max(8, count)
 
     def prompt(self, index: int) -> str:
         index = 0 if self.same_prompt else index
@@ -159,8 +201,27 @@ def build_parser() -> argparse.ArgumentParser:
         "--url",
         help=f"server URL (the variable {_URL}, or {default.url}); the API key, if needed, is read from {_KEY}",
     )
+    add = parser.add_mutually_exclusive_group().add_argument
     add("--streams", type=_numbers, default=default.streams, metavar="N,N", help="concurrency levels (1,8,32)")
-    add("--requests", type=int, metavar="N", help="requests per level (four per stream, at least 8)")
+    add(
+        "--rate",
+        dest="rates",
+        type=_rates,
+        default=(),
+        metavar="R,R",
+        help="levels of so many requests per second, at random times, in place of --streams",
+    )
+    add = parser.add_argument
+    add(
+        "--slo",
+        type=_service_level,
+        nargs="?",
+        const=ServiceLevel(),
+        metavar="MS,MS",
+        help="objective: most milliseconds to the first token and between tokens, p99 (1000,100); a level that misses "
+        "it gives the exit status 1",
+    )
+    add("--requests", type=int, metavar="N", help="requests per level (four per stream, or 30 s of a rate; at least 8)")
     add("--max-tokens", type=int, default=default.max_tokens, metavar="N", help="tokens per request (%(default)s)")
     add = parser.add_mutually_exclusive_group().add_argument
     add("--prompt-words", type=int, default=default.prompt_words, metavar="N", help="words per prompt (%(default)s)")
@@ -187,6 +248,23 @@ def _numbers(text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 1,8,32") from None
+
+
+def _rates(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of rates such as 0.5,2,8") from None
+
+
+def _service_level(text: str) -> ServiceLevel:
+    try:
+        first_token_ms, inter_token_ms = (float(part) for part in text.split(","))
+        if first_token_ms > 0 and inter_token_ms > 0:
+            return ServiceLevel(first_token_ms=first_token_ms, inter_token_ms=inter_token_ms)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is not two numbers of milliseconds such as 1000,100")
 
 
 def _lines(name: str) -> tuple[str, ...]:
@@ -216,12 +294,14 @@ async def run(plan: LoadPlan, *, on_result: Callable[[LoadResult], object] = lam
     on_result(result)
     await run_level(plan, iter([_WARM_UP]), LevelProgress(streams=1))  # if it fails, counted requests report why
     indices = count()
-    for streams in plan.streams:
-        progress = LevelProgress(streams=streams)
+    for progress in plan.levels:
+        progress.started_at = time.monotonic()
         try:
-            await run_level(plan, islice(indices, plan.requests_for(streams)), progress)
+            await run_level(plan, islice(indices, plan.requests_for(progress)), progress)
         finally:
-            result = replace(result, levels=(*result.levels, progress.result()))
+            level = progress.result()
+            level = replace(level, missed=plan.slo.missed_by(level)) if plan.slo else level
+            result = replace(result, levels=(*result.levels, level))
             on_result(result)
     return result
 
@@ -247,9 +327,11 @@ async def _fetch_models(plan: LoadPlan) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LevelResult:
-    """Results of one concurrency level."""
+    """Results of one level."""
 
     streams: int
+    """Streams that the level keeps open; with a rate, the most requests that were open at a time."""
+    rate: float | None
     requests: int
     """Requests started."""
     completed: int
@@ -265,13 +347,16 @@ class LevelResult:
     first_token_ms: Percentiles
     inter_token_ms: Percentiles
     """Gaps between `token` events of completed streams. An event may carry several tokens; gaps are not weighted."""
+    missed: tuple[str, ...] | None = None
+    """What was beyond the limits of the service level objective; None without one."""
 
 
 @dataclass(slots=True, kw_only=True)
 class LevelProgress:
     """Progress of one level, readable at any moment."""
 
-    streams: int
+    streams: int = 0
+    rate: float | None = None
     started_at: float = field(default_factory=time.monotonic)
     started: int = 0
     outcomes: list[Completed | Failed] = field(default_factory=list)
@@ -283,6 +368,7 @@ class LevelProgress:
         tokens = sum(outcome.tokens for outcome in completed)
         return LevelResult(
             streams=self.streams,
+            rate=self.rate,
             requests=self.started,
             completed=len(completed),
             errors=len(failures),
@@ -303,16 +389,26 @@ async def run_level(plan: LoadPlan, indices: Iterator[int], progress: LevelProgr
     def exchanges() -> Iterator[Exchange]:
         for index in indices:
             progress.started += 1
+            if progress.rate:
+                progress.streams = max(progress.streams, progress.started - len(progress.outcomes))
             yield plan.request(index).exchange(plan.address)
+
+    def on_end(exchange: Exchange) -> None:
+        progress.outcomes.append(measure(exchange))
 
     with suppress(TimeoutError):
         async with asyncio.timeout(plan.seconds):
-            await keep_busy(
-                plan.address,
-                progress.streams,
-                exchanges(),
-                lambda exchange: progress.outcomes.append(measure(exchange)),
-            )
+            if progress.rate:
+                await keep_rate(plan.address, _gaps(progress.rate, plan.seed), exchanges(), on_end)
+            else:
+                await keep_busy(plan.address, progress.streams, exchanges(), on_end)
+
+
+def _gaps(rate: float, seed: int) -> Iterator[float]:
+    """Seconds between the arrivals of a Poisson process."""
+    generator = random.Random(seed)  # nosec B311 - no secret depends on it
+    while True:
+        yield generator.expovariate(rate)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -330,16 +426,18 @@ class LoadResult:
 
     @property
     def failed(self) -> bool:
-        """Whether any request failed, or a level ended without a completed request."""
-        return any(level.errors or not level.completed for level in self.levels)
+        """Whether any request failed, or a level ended without a completed request or missed the objective."""
+        return any(level.errors or not level.completed or level.missed for level in self.levels)
 
 
 def table_row(level: LevelResult) -> str:
     first, inter = level.first_token_ms, level.inter_token_ms
     text = (
-        f"{level.streams:7}  {level.requests:8}  {level.errors:6}  {level.output_tokens_per_second:8.1f}"
+        f"{level.rate or level.streams:7}  {level.requests:8}  {level.errors:6}  {level.output_tokens_per_second:8.1f}"
         f"  {level.requests_per_second:10.2f}  {first!s:>22}  {inter!s:>22}"
     )
+    if level.missed is not None:
+        text += f"\n         SLO missed: {', '.join(level.missed)}" if level.missed else "\n         SLO met"
     if level.unfinished:
         text += f"\n         {level.unfinished} unfinished when the level was stopped after {level.seconds:.1f} s"
     if level.first_error is not None:

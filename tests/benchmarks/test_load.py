@@ -8,19 +8,22 @@ import shlex
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from functools import partial
+from itertools import islice
 from pathlib import Path
+from statistics import pstdev
 from typing import Any, TypeVar
 
 import msgspec
 import pytest
 
-from benchmarks.client import Exchange
+from benchmarks.client import Exchange, keep_rate, parse_address
 from benchmarks.common import alternate, median_of, percentile
 from benchmarks.completions import Completed, CompletionRequest, Failed, OpenAIRequest, measure
-from benchmarks.load import LoadPlan, LoadResult, main, parse_options, run
+from benchmarks.load import LevelProgress, LoadPlan, LoadResult, ServiceLevel, _gaps, main, parse_options, run
 from benchmarks.prompts import pseudo_prose
 from tests.support import ROOT
 
@@ -185,6 +188,86 @@ def test_a_request_that_fails_is_counted_and_the_first_message_is_kept(wire: byt
     level = result.levels[0]
     assert (level.errors, level.completed, level.first_error, result.failed) == (4, 0, message, True)
     assert (level.output_tokens, level.first_token_ms.p50, level.inter_token_ms.p99) == (0, None, None)
+
+
+async def respond_after_a_second(writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
+    await asyncio.sleep(1)
+    await respond_fully(writer, body)
+
+
+def test_a_rate_sends_requests_although_earlier_ones_have_not_ended() -> None:
+    """A closed loop of any number of streams would take a second for each round."""
+    server = FakeServer(respond_after_a_second)
+    (level,) = load(server, rates=(100.0,), requests=30).levels
+    assert (level.rate, level.requests, level.completed) == (100.0, 30, 30)
+    assert level.streams > 15  # at 100 a second, all 30 are sent before the first one ends
+    assert level.seconds < 10
+
+
+def test_a_rate_reuses_idle_connections() -> None:
+    server = FakeServer(respond_fully)
+    (level,) = load(server, rates=(50.0,), requests=40).levels
+    assert level.completed == 40
+    assert server.connections < 1 + 1 + 40
+
+
+def test_arrivals_of_a_rate_are_random_repeatable_and_as_many_as_asked() -> None:
+    gaps = list(islice(_gaps(8.0, seed=3), 4000))
+    assert gaps == list(islice(_gaps(8.0, seed=3), 4000)) != list(islice(_gaps(8.0, seed=4), 4000))
+    assert sum(gaps) / 4000 == pytest.approx(1 / 8, rel=0.05)
+    assert pstdev(gaps) == pytest.approx(1 / 8, rel=0.1)  # of exponential gaps; equal ones have none
+
+
+def test_the_first_token_of_a_rate_counts_from_when_its_request_was_due() -> None:
+    """A client that is late itself must not make the server look fast."""
+
+    async def late() -> list[Exchange]:
+        found: list[Exchange] = []
+        listener = await asyncio.start_server(FakeServer(respond_fully).handle_connection, "127.0.0.1", 0)
+        address = parse_address(f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}")
+        gaps = iter([0.0, 0.01, 0.01])
+
+        def exchanges() -> Iterator[Exchange]:
+            yield LoadPlan().request(0).exchange(address)
+            time.sleep(0.5)
+            yield LoadPlan().request(1).exchange(address)
+
+        await keep_rate(address, gaps, exchanges(), found.append)
+        listener.close()
+        return found
+
+    times = [outcome.first_token for outcome in map(measure, asyncio.run(late())) if isinstance(outcome, Completed)]
+    assert len(times) == 2
+    assert max(time or 0.0 for time in times) > 0.45
+
+
+@pytest.mark.parametrize(
+    ("slo", "missed", "code"),
+    [("60000,60000", [], 0), ("0.001,60000", ["first token"], 1), ("0.001,0.001", ["first token", "inter-token"], 1)],
+)
+def test_a_level_that_misses_the_objective_is_named_and_gives_status_1(
+    slo: str, missed: list[str], code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench(FakeServer(respond_fully), "--rate", "50", "--requests", "6", "--slo", slo) == code
+    *rows, last = capsys.readouterr().out.splitlines()
+    assert [level["missed"] for level in json.loads(last)["levels"]] == [missed]
+    assert rows[2].split()[:2] == ["50.0", "6"]
+    assert rows[3].strip() == (f"SLO missed: {', '.join(missed)}" if missed else "SLO met")
+
+
+def test_requests_that_fail_or_do_not_end_miss_every_objective(capsys: pytest.CaptureFixture[str]) -> None:
+    for respond, seconds in ((respond_with(BUSY), "20"), (never_respond, "1.5")):
+        flags = ["--rate", "50", "--requests", "4", "--slo", "--seconds", seconds, "--json-only"]
+        assert bench(FakeServer(respond), *flags) == 1
+        assert json.loads(capsys.readouterr().out)["levels"][0]["missed"] == ["requests"]
+
+
+def test_without_flags_the_objective_is_a_second_and_a_tenth() -> None:
+    plan, _ = parse_options(["--rate", "0.5,2", "--slo"])
+    assert (plan.rates, plan.slo) == ((0.5, 2.0), ServiceLevel(first_token_ms=1000, inter_token_ms=100))
+    assert [plan.requests_for(level) for level in plan.levels] == [15, 60]
+    assert parse_options(["--rate", "0.01"])[0].requests_for(LevelProgress(rate=0.01)) == 8
+    assert parse_options([])[0].slo is None
 
 
 def test_requests_cut_by_the_time_limit_are_no_errors_if_others_finished() -> None:
@@ -362,6 +445,12 @@ def test_prompt_has_the_requested_words_and_is_deterministic() -> None:
         ("--streams 1,x", "not a list of numbers"),
         ("--streams 0", "numbers from 1 to 4096"),
         ("--streams 8 --requests 4", "too few to keep 8 streams busy"),
+        ("--rate 0", "requests per second above 0"),
+        ("--rate 1,x", "not a list of rates"),
+        ("--rate 2 --streams 8", "not allowed with"),
+        ("--rate 2 --requests 0", "--requests must be"),
+        ("--slo 5", "not two numbers of milliseconds"),
+        ("--slo 0,5", "not two numbers of milliseconds"),
         ("--max-tokens 0", "--max-tokens must be"),
         ("--prompt-words 0", "--prompt-words must be"),
         ("--temperature nan", "--temperature must be"),
