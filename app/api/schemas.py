@@ -133,6 +133,7 @@ _DEFAULTS: dict[str, Any] = {
     "n": 1,
     "ignore_eos": False,
     "echo": False,
+    "return_token_ids": False,
     "include_stop": False,
 }
 
@@ -260,6 +261,10 @@ class CompletionFields(SamplingFields):
     suffix: str | None = Field(
         None, description="Text after the completion, for models with fill-in-the-middle tokens in their vocabulary."
     )
+    return_token_ids: bool | None = Field(
+        None,
+        description="Report the ids of the generated tokens, also of those without text; fewer bytes than logprobs.",
+    )
     vary_equal_prompts: bool | None = Field(
         None,
         description="Whether equal prompts of one request get different texts; by default only without a seed.",
@@ -271,6 +276,7 @@ class CompletionFields(SamplingFields):
             "logprobs": self.logprobs,
             "echo": bool(self.echo),
             "suffix": self.suffix or None,
+            "returns_token_ids": bool(self.return_token_ids),
             "varies_equal_prompts": self.seed is None if self.vary_equal_prompts is None else self.vary_equal_prompts,
         }
         return super().to_generation_request(prompt, max_tokens=max_tokens, **own, **others)
@@ -290,6 +296,10 @@ EffectiveSettings = Annotated[dict[str, Any], "Effective settings, under the nam
 CachedTokenCount = Annotated[int, "Prompt tokens whose keys and values were in the prefix cache."]
 ChoiceIndex = Annotated[int, "Index of the prompt times n, plus the index of the continuation."]
 StopReason = Annotated[str | int | None, "The stop string or stop token that ended the text, if any."]
+GeneratedIds = Annotated[
+    list[int] | None,
+    "Ids of the generated tokens, if return_token_ids asked for them; in a stream, those since the previous ones.",
+]
 
 
 class TopToken(ResponseModel):
@@ -321,6 +331,7 @@ class Choice(ChoiceEnd):
     index: ChoiceIndex
     text: Annotated[str, "The generated text; with echo, after the prompt."]
     tokens: Annotated[LazyArray[Token] | None, "The tokens of the text, if logprobs was requested."]
+    token_ids: GeneratedIds = None
 
 
 class CachedTokens(ResponseModel):
@@ -452,6 +463,7 @@ class TokenEvent(ResponseModel):
     index: Annotated[int, "Index of the choice."]
     text: Annotated[str, "New text of this choice; may be empty."]
     tokens: Annotated[list[Token] | None, "The tokens of this text, if logprobs was requested."] = None
+    token_ids: GeneratedIds = None
 
 
 class DoneEvent(ResponseModel):

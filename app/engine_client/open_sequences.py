@@ -72,6 +72,10 @@ class OpenSequences(ABC):
             leader=None if generated else self._current_id(request.leader),
         )
 
+    def generated(self, index: int) -> list[int]:
+        """A copy of the tokens so far of the sequence at `index`, also after its end."""
+        return self._generated[index].copy()
+
     def progress(self, request_id: str) -> int:
         """Tokens generated and scored so far of an open sequence."""
         index = self._open[request_id]

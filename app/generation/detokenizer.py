@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, islice, pairwise
 
+from msgspec.structs import replace
+
 from app.common.fault_injection import fault
 from app.common.types import FinishReason, PromptScores, Request, SampledEvent
 from app.generation.request import Delta, Finished, TokenDetail, Top
@@ -114,6 +116,8 @@ class TextRules:
     min_tokens: int = 0
     eos_ids: frozenset[int] = frozenset()
     """Tokens that end the text, and are never shown."""
+    returns_ids: bool = False
+    """Whether each Delta has the ids sampled since the previous one."""
 
 
 class OutputChoice:
@@ -122,7 +126,7 @@ class OutputChoice:
     __slots__ = (  # as in OpenSequences
         *("index", "echo", "n_tokens", "last_token_at", "logprob_sum", "ended", "_request", "_tokenizer", "_rules"),
         *("_decoder", "_strips_space", "_is_plain", "_matcher", "_base", "_decoded", "_sent", "_pending_tokens"),
-        *("_marks", "_bytes_of"),
+        *("_marks", "_bytes_of", "_unsent_ids"),
     )
 
     def __init__(
@@ -143,8 +147,9 @@ class OutputChoice:
         self._decoder = StreamDecoder()
         # A prompt of special tokens only has no text, so the completion is the start of the text.
         self._strips_space = tokenizer.strips_first_space and not any(map(tokenizer.token_bytes, request.prompt))
-        self._is_plain = not (rules.stops or self._strips_space or echo)
-        """Whether the text needs no echo, no stop strings and no change of its start."""
+        self._unsent_ids: list[int] | None = [] if rules.returns_ids else None
+        self._is_plain = not (rules.stops or self._strips_space or echo or rules.returns_ids)
+        """Whether the text needs no echo, no stop strings, no ids and no change of its start."""
         self._matcher = StopMatcher(rules.stops, rules.marked_stops.stops)
         self._marks = rules.marked_stops.marks
         self._base = len(echo.text) if echo else 0
@@ -164,17 +169,32 @@ class OutputChoice:
             data = self._bytes_of[token] if token < len(self._bytes_of) else b""
             text = self._decoder.feed(data)
             return (Delta(self.index, text),) if text else ()
+        if self._unsent_ids is not None and token is not None:
+            self._unsent_ids.append(token)
         deltas = self._take_echo()
         text = self._matched(self._decode(event))
         deltas += self._delta(text, final=False)
         if self._matcher.matched is not None:
             deltas += self._end_at_stop(self._matcher.matched)
         elif event.finish:
-            deltas += self.finish(str(event.finish), self._stop_reason(event))
+            deltas += self._finish(str(event.finish), self._stop_reason(event))
+        return self._with_ids(deltas) if self._unsent_ids else deltas
+
+    def finish(self, finish_reason: str) -> Sequence[Delta]:
+        """Finishes the choice now; returns the text that was held back."""
+        return self._with_ids(self._finish(finish_reason))
+
+    def _with_ids(self, deltas: list[Delta]) -> list[Delta]:
+        """The deltas, the last of which gets the ids since the previous one; at the end there is one, even if empty."""
+        if self._unsent_ids:
+            if self.ended and not deltas:
+                deltas = [Delta(self.index, "", (), self._base + self._sent)]
+            if deltas:
+                deltas[-1] = replace(deltas[-1], ids=tuple(self._unsent_ids))
+                self._unsent_ids.clear()
         return deltas
 
-    def finish(self, finish_reason: str, stop_reason: str | int | None = None) -> list[Delta]:
-        """Finishes the choice now; returns the text that was held back."""
+    def _finish(self, finish_reason: str, stop_reason: str | int | None = None) -> list[Delta]:
         deltas = self._take_echo()
         deltas += self._delta(self._matcher.feed(self._decoder.flush()) + self._matcher.flush(), final=False)
         if self._matcher.matched is not None:

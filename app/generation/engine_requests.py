@@ -126,6 +126,7 @@ class BuiltRequests:
             include_stop=request.include_stop,
             min_tokens=request.min_tokens,
             eos_ids=frozenset(self._eos_ids),
+            returns_ids=request.returns_token_ids and request.is_streamed,
         )
         echoes = [self._echo(prompt) if request.echo else None for prompt in encoded]
         return [

@@ -38,6 +38,8 @@ class Delta(Struct, frozen=True, gc=False):
     tokens: tuple[TokenDetail, ...] = ()
     start: int = 0
     """Start of `text` in the whole text, in characters; counted only if there are tokens."""
+    ids: tuple[int, ...] = ()
+    """Ids sampled since the previous Delta, if requested, also of tokens whose text is still held back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,7 @@ class GenerationRequest:
     ignore_eos: bool = False
     logprobs: int | None = None
     echo: bool = False
+    returns_token_ids: bool = False
     is_streamed: bool = False
     grammar: tuple[str, object] | None = None
     """(name of the field: regex, json_schema, grammar or response_format; its value)."""

@@ -21,6 +21,7 @@ from app.api.schemas import TokenEvent, Usage
 from app.common.frames import FrameDecoder
 from app.common.ipc import Cancel, FrameReceiver, decode_down, decode_up, encode_frame
 from app.common.types import Counters, FinishReason, RequestStarted, SampledEvent, StepReport
+from app.generation.request import Delta
 from app.http import sse
 
 
@@ -57,10 +58,10 @@ def test_chunk_equals_the_encoding_of_its_model(
         completion.n_tokens += 1
         if len(options) == 2:
             usage["usage"] = Usage.of(handle.completion)
-        choice = reference.chunk_choice(3, text, (), None)
+        choice = reference.chunk_choice(Delta(3, text), None)
         reference.started.add(3)
         chunk = kind.chunk_type(**head, choices=[choice], user=user, warnings=warnings, **usage)
-        assert responder._chunk(3, text, ()) == f"data: {json.dumps(to_builtins(chunk))}\n\n".encode("ascii")
+        assert responder._chunk(Delta(3, text)) == f"data: {json.dumps(to_builtins(chunk))}\n\n".encode("ascii")
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 64, 10_000])

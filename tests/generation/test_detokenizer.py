@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,12 @@ class _Table:
 
 
 def _run(
-    ids: list[int], rules: TextRules, last: FinishReason, echo: PromptEcho | None = None, *, is_scored: bool = True
+    ids: list[int],
+    rules: TextRules,
+    last: FinishReason | None,
+    echo: PromptEcho | None = None,
+    *,
+    is_scored: bool = True,
 ) -> tuple[OutputChoice, list[Delta]]:
     table: Any = _Table()
     request = Request(id="r", prompt=(0,), max_tokens=len(ids), stop_ids=(EOS,))
@@ -119,6 +125,26 @@ def test_pieces_add_up_to_the_text_before_the_earliest_stop(ids: list[int], rule
     assert choice.ended.finish_reason == ("length" if stop is None else "stop")
     assert choice.n_tokens == len(ids) or stop
     assert choice.mean_logprob == (-0.5 if is_scored else 0.0)
+
+
+@given(ids=_IDS | _PARTS, rules=_RULES, is_echoed=st.booleans(), is_scored=st.booleans())
+def test_ids_up_to_each_piece_give_the_text_up_to_it(
+    ids: list[int], rules: TextRules, is_echoed: bool, is_scored: bool
+) -> None:
+    """Also the ids of tokens whose text is held back, or that have none; all of them have arrived at the end."""
+    rules, prompt = replace(rules, returns_ids=True), [0, 4, 0]
+    choice, deltas = _run(ids, rules, FinishReason.LENGTH, _echo(prompt, 3) if is_echoed else None, is_scored=is_scored)
+    fed, text = list[int](), ""
+    for number, delta in enumerate(deltas):
+        fed, text = fed + list(delta.ids), text + delta.text
+        is_last = number == len(deltas) - 1
+        last = FinishReason.LENGTH if is_last and choice.n_tokens == len(ids) else None
+        _, again = _run(fed, rules, last, _echo(prompt, 3) if is_echoed else None, is_scored=is_scored)
+        known = "".join(one.text for one in again)
+        assert known == text if delta.ids else text.startswith(known) or not fed  # a token's last piece has its id
+    assert fed == ids[: choice.n_tokens]
+    plain = _run(ids, replace(rules, returns_ids=False), FinishReason.LENGTH, is_scored=is_scored)[1]
+    assert not any(delta.ids for delta in plain)
 
 
 def test_without_tokens_the_mean_log_probability_is_zero() -> None:

@@ -18,7 +18,19 @@ from tests.support.page.browser import (
     wait_for_schema,
 )
 
-LEFT_OUT = {"prompt", "stream", "echo", "user", "request_id", "logprobs", "truncate_prompt_tokens", "source"}
+LEFT_OUT = {
+    *(
+        "prompt",
+        "stream",
+        "echo",
+        "user",
+        "request_id",
+        "logprobs",
+        "return_token_ids",
+        "truncate_prompt_tokens",
+        "source",
+    ),
+}
 START = ("start", {"seed": 7, "model": "tiny", "weights_version": "w", "settings": {"temperature": 0.9}})
 
 

@@ -58,6 +58,7 @@ HONORED: dict[str, dict[str, Any]] = {
         "echo": True,
         "suffix": "the end",
         "vary_equal_prompts": False,
+        "return_token_ids": True,
     },
     CHAT: {
         **_SAMPLES,

@@ -189,14 +189,14 @@ class ResumableStream(Delivery):
 
     def encode(self, event: CompletionEvent) -> bytes:
         """The frame of an event, also for the replay buffer."""
-        if isinstance(event, Delta) and not event.tokens:  # first, since nearly all events are
+        if isinstance(event, Delta) and not (event.tokens or event.ids):  # first, since nearly all events are
             buffer = self._replay_buffer
             return buffer.append(token_frame(event.index, event.text, f"{self._id_prefix}{buffer.next_number}"))
         match event:
-            case Delta(index, text, details):
+            case Delta(index, text, details, ids=ids):
                 tokenizer = self.handle.admitted.tokenizer
                 tokens = [schemas.token(tokenizer, detail) for detail in details]
-                return self._append("token", schemas.TokenEvent(index, text, tokens))
+                return self._append("token", schemas.TokenEvent(index, text, tokens or None, list(ids) or None))
             case Queued(position):
                 eta_ms = round(self.handle.engine.queue.eta_seconds(position, time.monotonic()) * 1e3)
                 return self._append("queue", schemas.QueueEvent(position, eta_ms))

@@ -159,7 +159,7 @@ async def _full_response(handle: RequestHandle, extra: dict[str, Any]) -> schema
     """The response as one object. Raises EngineError."""
     outputs = await handle.collect()
     admitted = handle.admitted
-    wants_logprobs = admitted.request.logprobs is not None
+    wants_logprobs, wants_ids = admitted.request.logprobs is not None, admitted.request.returns_token_ids
     choices = [
         schemas.Choice(
             index=output.finished.index,
@@ -167,6 +167,7 @@ async def _full_response(handle: RequestHandle, extra: dict[str, Any]) -> schema
             stop_reason=output.finished.stop_reason,
             text=output.text,
             tokens=schemas.token_array(admitted.tokenizer, output.tokens) if wants_logprobs else None,
+            token_ids=handle.completion.generated(output.finished.index) if wants_ids else None,
         )
         for output in outputs
     ]

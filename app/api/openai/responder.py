@@ -70,7 +70,8 @@ def split_by_token(delta: Delta) -> Iterator[Delta]:
         pending.append(token)
         end = len(delta.text) if next_token is None else min(len(delta.text), next_token.offset - delta.start)
         if next_token is None or start < end < len(delta.text):
-            yield Delta(delta.index, delta.text[start:end], tuple(pending), delta.start + start)
+            ids = delta.ids if next_token is None else ()
+            yield Delta(delta.index, delta.text[start:end], tuple(pending), delta.start + start, ids)
             start, pending = end, []
 
 
@@ -130,7 +131,8 @@ class Responder(Delivery):
         options = body.stream_options
         self._includes_usage = bool(options and options.include_usage)
         self._has_continuous_usage = bool(options and options.continuous_usage_stats)
-        self._pending: dict[int, tuple[TokenDetail, ...]] = {}
+        self._pending: dict[int, Delta] = {}
+        """By choice: tokens and ids without text, which are sent with the next text, or with the end."""
         self._head = head
         echoed = {"user": body.user, "request_id": body.request_id, "truncated": handle.admitted.truncated or None}
         self._extra: dict[str, Any] = {**echoed, "warnings": body.warnings or None}
@@ -145,9 +147,7 @@ class Responder(Delivery):
         """A choice of a non-streaming response; large parts are encoded lazily."""
         raise NotImplementedError
 
-    def chunk_choice(
-        self, index: int, text: str, tokens: Sequence[TokenDetail], finished: Finished | None
-    ) -> ResponseModel:
+    def chunk_choice(self, delta: Delta, finished: Finished | None) -> ResponseModel:
         """A choice's part in a chunk."""
         raise NotImplementedError
 
@@ -178,31 +178,34 @@ class Responder(Delivery):
     def encode(self, event: CompletionEvent) -> bytes:
         """The chunks of an event; tokens without text are sent with the next text, or with the end."""
         if isinstance(event, Finished):
-            return self._chunk(event.index, "", self._pending.pop(event.index, ()), event)
+            return self._chunk(self._pending.pop(event.index, Delta(event.index, "")), event)
         if not isinstance(event, Delta):  # no client knows of queues; a proxy must see that the connection lives
             return _PING if time.monotonic() - self.written_at >= PING_SECONDS else b""
-        if not (event.tokens or self._pending):  # nearly all events
-            return self._chunk(event.index, event.text, ())
-        tokens = (*self._pending.pop(event.index, ()), *event.tokens)
+        if not (event.tokens or event.ids or self._pending):  # nearly all events
+            return self._chunk(event)
+        pending = self._pending.pop(event.index, None)
+        if pending:
+            tokens, ids = pending.tokens + event.tokens, pending.ids + event.ids
+            event = Delta(event.index, event.text, tokens, event.start, ids)
         if not event.text:
-            self._pending[event.index] = tokens
+            self._pending[event.index] = event
             return b""
-        parts = split_by_token(Delta(event.index, event.text, tokens, event.start))
-        return b"".join([self._chunk(part.index, part.text, part.tokens) for part in parts])
+        return b"".join(map(self._chunk, split_by_token(event)))
 
-    def _chunk(self, index: int, text: str, tokens: Sequence[TokenDetail], finished: Finished | None = None) -> bytes:
+    def _chunk(self, delta: Delta, finished: Finished | None = None) -> bytes:
         """A chunk with one choice. That of a text alone takes a tenth of the time: only the text is encoded."""
+        index = delta.index
         after = self._after[0]
         if self._has_continuous_usage:
             after = f"{after}{sse.ascii_json(Usage.of(self.completion))}{self._after[1]}"
-        if index in self._around_texts and not (tokens or finished):
+        if index in self._around_texts and not (delta.tokens or delta.ids or finished):
             start, end = self._around_texts[index]
-            return f"{start}{sse.quoted(text)}{end}{after}\n\n".encode("ascii")
+            return f"{start}{sse.quoted(delta.text)}{end}{after}\n\n".encode("ascii")
         fault("api.chunk", self._extra)
-        choice = sse.ascii_json(self.chunk_choice(index, text, tokens, finished))
+        choice = sse.ascii_json(self.chunk_choice(delta, finished))
         self.started.add(index)
         if index not in self._around_texts and not finished:
-            start, end = _around_holes(self.chunk_choice(index, _HOLE, (), None))
+            start, end = _around_holes(self.chunk_choice(Delta(index, _HOLE), None))
             self._around_texts[index] = f"{self._before}{start}", end
         return f"{self._before}{choice}{after}\n\n".encode("ascii")
 

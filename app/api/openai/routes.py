@@ -5,7 +5,6 @@ The model's chat template renders the messages of a chat as a prompt, which is t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TypeVar
 
 from fastapi import APIRouter, Request
@@ -30,7 +29,7 @@ from app.api.route_documentation import documented
 from app.chat.template_client import ChatTemplate
 from app.common.errors import InvalidRequest
 from app.generation.collector import CollectedOutput
-from app.generation.request import Finished, GenerationRequest, TokenDetail
+from app.generation.request import Delta, Finished, GenerationRequest, TokenDetail
 from app.http.auth import tenant_of
 from app.http.errors import ApiError
 from app.http.json_stream import LazyArray
@@ -92,13 +91,14 @@ class _CompletionsResponder(Responder):
         admitted = self.handle.admitted
         wants_logprobs = admitted.request.logprobs is not None
         logprobs = lazy_legacy_logprobs(admitted.tokenizer, output.tokens) if wants_logprobs else None
-        return schemas.CompletionsChoice(index, output.text, logprobs, *_reasons(output.finished))
+        wants_ids = admitted.request.returns_token_ids
+        ids = self.completion.generated(output.finished.index) if wants_ids else None
+        return schemas.CompletionsChoice(index, output.text, logprobs, *_reasons(output.finished), ids)
 
-    def chunk_choice(
-        self, index: int, text: str, tokens: Sequence[TokenDetail], finished: Finished | None
-    ) -> schemas.CompletionsChoice:
-        logprobs = legacy_logprobs(self.handle.admitted.tokenizer, tokens) if tokens else None
-        return schemas.CompletionsChoice(index, text, logprobs, *_reasons(finished))
+    def chunk_choice(self, delta: Delta, finished: Finished | None) -> schemas.CompletionsChoice:
+        logprobs = legacy_logprobs(self.handle.admitted.tokenizer, delta.tokens) if delta.tokens else None
+        ids = list(delta.ids) or None
+        return schemas.CompletionsChoice(delta.index, delta.text, logprobs, *_reasons(finished), ids)
 
 
 @router.post(
@@ -141,14 +141,11 @@ class _ChatResponder(Responder):
             index, schemas.ChatMessage("assistant", output.text), logprobs, *_reasons(output.finished)
         )
 
-    def chunk_choice(
-        self, index: int, text: str, tokens: Sequence[TokenDetail], finished: Finished | None
-    ) -> schemas.ChatChunkChoice:
-        delta = schemas.ChatMessage(None if index in self.started else "assistant", text or None)
-        content = [_chat_token(self.handle.admitted.tokenizer, detail) for detail in tokens]
-        return schemas.ChatChunkChoice(
-            index, delta, schemas.ChatLogprobs(content) if content else None, *_reasons(finished)
-        )
+    def chunk_choice(self, delta: Delta, finished: Finished | None) -> schemas.ChatChunkChoice:
+        message = schemas.ChatMessage(None if delta.index in self.started else "assistant", delta.text or None)
+        content = [_chat_token(self.handle.admitted.tokenizer, detail) for detail in delta.tokens]
+        logprobs = schemas.ChatLogprobs(content) if content else None
+        return schemas.ChatChunkChoice(delta.index, message, logprobs, *_reasons(finished))
 
 
 def _reasons(finished: Finished | None) -> tuple[str | None, str | int | None]:

@@ -13,6 +13,7 @@ from app.api.schemas import (
     ChoiceIndex,
     CompletionFields,
     Echo,
+    GeneratedIds,
     IsTruncated,
     ModelName,
     Natural,
@@ -392,6 +393,7 @@ class CompletionsChoice(ResponseModel):
     logprobs: Annotated[LegacyLogprobs | None, "Log-probabilities, if requested."]
     finish_reason: Annotated[str | None, "stop, length, timeout or cancelled; in a stream only at the end."]
     stop_reason: StopReason
+    token_ids: GeneratedIds = None
 
 
 class ChatChoice(ResponseModel):
