@@ -289,7 +289,7 @@ class Metrics:
         `finish_reason` is one of a few fixed words, `exemplar` points to its trace.
         """
         self._key_usage.record(
-            key, 0 if completion.times.started is None else completion.prompt_tokens, completion.n_tokens
+            key, 0 if completion.times.started is None else completion.prompt_tokens, completion.n_sampled
         )
         self.record_progress(completion)
         clock = completion.times
@@ -297,7 +297,7 @@ class Metrics:
         self._duration.observe(duration, exemplar)
         if clock.started is not None:
             self._prompt_tokens.inc(completion.prompt_tokens)
-        self._generation_tokens.inc(completion.n_tokens)
+        self._generation_tokens.inc(completion.n_sampled)
         self._cached_tokens.inc(completion.cached_tokens)
         if clock.started is not None:
             self._queue.observe(clock.started - clock.submitted, exemplar)

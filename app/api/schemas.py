@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from pydantic import (
     AfterValidator,
@@ -24,7 +23,8 @@ from pydantic_core import PydanticCustomError, PydanticKnownError
 from app.common.types import SamplingParams
 from app.common.version import VERSION
 from app.generation.completion import Completion
-from app.generation.request import GenerationRequest, Prompt, TokenDetail, TokenTable, prompt_list
+from app.generation.receipt import GRAMMAR_FIELDS, SAMPLING_FIELDS, prompt_hashes, settings
+from app.generation.request import GenerationRequest, TokenDetail, TokenTable, prompt_list
 from app.http.errors import ErrorResponse
 from app.http.json_stream import LazyArray
 from app.http.response_model import ResponseModel
@@ -34,17 +34,6 @@ from model.tokenizer.tokenizer import Tokenizer
 MAX_IDS, MAX_PROMPTS, MAX_BIASES = 1 << 20, 1024, 300
 MAX_FIELDS = 256
 """Fields of one object of a body, known and unknown ones together."""
-SAMPLING_FIELDS = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "typical_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-)
-GRAMMAR_FIELDS = ("regex", "json_schema", "grammar")
 
 
 class RequestBody(BaseModel):
@@ -101,6 +90,7 @@ def _first_invalid_bias(value: Any) -> Any:
 _Integral = BeforeValidator(_to_integer)
 Natural = Annotated[int, Field(ge=0, lt=2**31), _Integral]
 Positive = Annotated[int, Field(ge=1, lt=2**31), _Integral]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63), _Integral]
 UpTo64 = Annotated[int, Field(ge=1, le=64), _Integral]
 UpTo20 = Annotated[int, Field(ge=0, le=20), _Integral]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -188,7 +178,7 @@ class SamplingFields(RequestBody):
     logit_bias: _Biases | None = Field(
         None, description="Added to the logits of tokens, by id.", examples=[{"50": -100}]
     )
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63), _Integral] | None = Field(
+    seed: Seed | None = Field(
         None, description="The same seed, prompt and settings give the same text. Random if absent."
     )
     n: UpTo64 | None = Field(None, description="Number of continuations of each prompt.")
@@ -293,6 +283,10 @@ WeightsRevision = Annotated[
 ContextLength = Annotated[int, "Context length in tokens, prompt and completion together."]
 VocabularySize = Annotated[int, "Size of the vocabulary: all token ids are below it."]
 EffectiveSettings = Annotated[dict[str, Any], "Effective settings, under the names of the request's fields."]
+Numerics = Annotated[str, "What computed (torch or native kernels), and in which number format."]
+PromptHash = Annotated[str | list[str], "SHA-256 of the prompt; a list if there were several."]
+SourceHash = Annotated[str | None, "SHA-256 of the source."]
+SuffixHash = Annotated[str | None, "SHA-256 of the suffix."]
 CachedTokenCount = Annotated[int, "Prompt tokens whose keys and values were in the prefix cache."]
 ChoiceIndex = Annotated[int, "Index of the prompt times n, plus the index of the continuation."]
 StopReason = Annotated[str | int | None, "The stop string or stop token that ended the text, if any."]
@@ -373,7 +367,7 @@ class Timings(ResponseModel):
         started = times.started or times.submitted
         first = times.first_token or started
         decode = (times.last_token or first) - first - times.detached_seconds
-        later = completion.n_tokens - sum(choice.n_tokens > 0 for choice in completion.choices)
+        later = completion.n_sampled - completion.n_started
         return cls(
             queue_ms=round((started - times.submitted) * 1e3, 3),
             prefill_ms=round(max(0.0, first - started) * 1e3, 3),
@@ -389,25 +383,21 @@ class Receipt(ResponseModel, kw_only=True):
     weights_version: WeightsVersion
     seed: Annotated[int, "Seed of the random numbers."]
     settings: EffectiveSettings
-    prompt_sha256: Annotated[str | list[str], "SHA-256 of the prompt; a list if there were several."]
-    source_sha256: Annotated[str | None, "SHA-256 of the source."] = None
-    suffix_sha256: Annotated[str | None, "SHA-256 of the suffix."] = None
-    numerics: Annotated[str, "What computed (torch or native kernels), and in which number format."]
+    prompt_sha256: PromptHash
+    source_sha256: SourceHash = None
+    suffix_sha256: SuffixHash = None
+    numerics: Numerics
     version: Annotated[str, "Version of inkstream."]
     weights_revision: WeightsRevision = None
 
     @classmethod
     def of(cls, admitted: Admitted) -> Receipt:
         """The receipt: `settings` and `seed`, sent again with the prompt, reproduce the text."""
-        request = admitted.request
-        prompts = [prompt_sha256(prompt) for prompt in request.prompts]
         return cls(
             weights_version=admitted.model_version.key,
             seed=admitted.params.seed,
-            settings=settings(admitted),
-            prompt_sha256=prompts if request.is_batch else prompts[0],
-            source_sha256=None if request.source is None else prompt_sha256(request.source),
-            suffix_sha256=None if request.suffix is None else prompt_sha256(request.suffix),
+            settings=settings(admitted.request, admitted.params),
+            **cast("dict[str, Any]", prompt_hashes(admitted.request)),
             numerics=admitted.numerics,
             version=VERSION,
             weights_revision=admitted.instance.revision,
@@ -445,6 +435,10 @@ class StartEvent(ResponseModel):
     prompt_tokens: Annotated[int, "Number of prompt tokens."]
     cached_tokens: CachedTokenCount
     settings: EffectiveSettings
+    numerics: Numerics
+    prompt_sha256: PromptHash
+    source_sha256: SourceHash = None
+    suffix_sha256: SuffixHash = None
     user: Echo = None
     request_id: Echo = None
     truncated: IsTruncated = None
@@ -505,31 +499,3 @@ def token(tokenizer: Tokenizer, detail: TokenDetail) -> Token:
 def token_array(tokenizer: Tokenizer, details: TokenTable) -> LazyArray[Token]:
     """Tokens, encoded lazily: a response may contain hundreds of thousands of alternatives."""
     return LazyArray(lambda: ([token(tokenizer, detail)] for detail in details))
-
-
-def settings(admitted: Admitted) -> dict[str, Any]:
-    """The effective settings, under the names of the request's fields."""
-    request, params = admitted.request, admitted.params
-    grammar = dict([request.grammar]) if request.grammar else {}
-    return {
-        **{name: getattr(params, name) for name in SAMPLING_FIELDS},
-        "logit_bias": {str(token_id): bias for token_id, bias in request.logit_bias},
-        "max_tokens": request.max_tokens,
-        "min_tokens": request.min_tokens,
-        "n": request.n,
-        "stop": list(request.stops),
-        "stop_token_ids": list(request.stop_token_ids),
-        "include_stop": request.include_stop,
-        "ignore_eos": request.ignore_eos,
-        "logprobs": request.logprobs,
-        "echo": request.echo,
-        "truncate_prompt_tokens": request.truncate_prompt_tokens,
-        "vary_equal_prompts": request.is_batch and request.varies_equal_prompts,
-        **{name: grammar.get(name) for name in GRAMMAR_FIELDS},
-    }
-
-
-def prompt_sha256(prompt: Prompt) -> str:
-    """SHA-256 of the text in UTF-8, or of the ids in decimal with commas."""
-    text = prompt if isinstance(prompt, str) else ",".join(map(str, prompt))
-    return hashlib.sha256(text.encode("utf-8")).hexdigest()

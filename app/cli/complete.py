@@ -18,7 +18,7 @@ from app.cli.request_flags import add_flags, given_fields, printable, with_flags
 from app.common.settings import CLIENT_KEY, CLIENT_URL
 from model.command_line import OneLineParser
 
-_NOT_FLAGS = {"prompt", "stream"}
+_NOT_FLAGS = {"prompt", "stream", "resume"}
 _FIELDS = [name for name in CompleteRequest.model_fields if name not in _NOT_FLAGS]
 
 

@@ -3,6 +3,7 @@
 EngineError
   InvalidRequest            the client must change the request
     ContextLengthExceeded   the prompt is longer than the model's context
+    ResumeRefused           what the client has is not the start of what is computed here
   Unavailable               the client may retry after `retry_after` seconds
     QueueFull               too many requests wait already
     NotReady                the engine is loading, or restarting after a crash
@@ -45,6 +46,15 @@ class ContextLengthExceeded(InvalidRequest):
         self.prompt_tokens = prompt_tokens
         self.max_model_len = max_model_len
         self.is_least = is_least
+
+
+class ResumeRefused(InvalidRequest):
+    """What the client has of a response is not the start of what is computed here."""
+
+    def __init__(self, message: str, param: str, code: str) -> None:
+        """`code`: receipt_mismatch, or resume_diverged if the text itself is another one."""
+        super().__init__(message, param)
+        self.code = code
 
 
 class Unavailable(EngineError):

@@ -103,8 +103,8 @@ class EnginePool:
         """Queues the sequences of a new response, all or none. Raises NotReady, QueueFull, InvalidRequest."""
         if self.ready is None:
             raise NotReady(f"the model is not ready yet ({self.phase}): try again in a moment", 1)
-        self.queue.check(response.requests, time.monotonic())
-        self._enqueue(response, response.requests)
+        self.queue.check(response.open_requests, time.monotonic())
+        self._enqueue(response, response.open_requests)
 
     def resubmit(self, response: OpenSequences) -> None:
         """Queues a response whose client is back, even while engines restart. Raises NotReady, QueueFull."""

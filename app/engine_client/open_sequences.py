@@ -60,17 +60,12 @@ class OpenSequences(ABC):
     def request(self, request_id: str) -> Request:
         """An open sequence as a request for an engine that has no state of it."""
         index = self._open[request_id]
-        request, generated = self.requests[index], tuple(self._generated[index])
-        if request_id == request.id and (generated, self._scored[index]) == (request.generated, request.scored):
+        request, generated, scored = self.requests[index], tuple(self._generated[index]), self._scored[index]
+        # Once it has generated tokens it needs no leader; before that it still waits for the prompt's scores.
+        leader = None if generated or not request.leader else self._current_id(request.leader)
+        if (request_id, generated, scored, leader) == (request.id, request.generated, request.scored, request.leader):
             return request
-        return replace(
-            request,
-            id=request_id,
-            generated=generated,
-            scored=self._scored[index],
-            # Once it has generated tokens it needs no leader; before that it still waits for the prompt's scores.
-            leader=None if generated else self._current_id(request.leader),
-        )
+        return replace(request, id=request_id, generated=generated, scored=scored, leader=leader)
 
     def generated(self, index: int) -> list[int]:
         """A copy of the tokens so far of the sequence at `index`, also after its end."""
@@ -110,7 +105,7 @@ class OpenSequences(ABC):
     def flush(self, writes: Writes) -> None:
         """Lets the reader have what was added; adds its writes. Must not raise."""
 
-    def _current_id(self, leader: str | None) -> str | None:
+    def _current_id(self, leader: str) -> str | None:
         return next((name for name, index in self._open.items() if self.requests[index].id == leader), None)
 
 

@@ -128,9 +128,16 @@ class Completion(OpenSequences):
 
     def submit(self) -> None:
         """Queues it. Raises NotReady, QueueFull, InvalidRequest."""
-        self._pool.submit(self)
+        # Tokens that the client of a resumed response has may be the last ones of some choices, or of all.
+        self._open = {name: index for name, index in self._open.items() if not self.choices[index].ended}
+        if self._open:
+            self._pool.submit(self)
         if position := self.queue_position:
             self._emit(Queued(position))
+        for choice in self.choices:
+            self.events.extend(choice.first)
+            if choice.ended:
+                self._emit_end(choice)
         self._set_timer()
 
     @property
@@ -144,6 +151,17 @@ class Completion(OpenSequences):
     def n_tokens(self) -> int:
         """Sampled tokens of all choices."""
         return sum(choice.n_tokens for choice in self.choices)
+
+    @property
+    def n_sampled(self) -> int:
+        """n_tokens without those that the client of a resumed response had."""
+        return self.n_tokens - sum(len(request.generated) for request in self.requests)
+
+    @property
+    def n_started(self) -> int:
+        """Choices for which a token was sampled."""
+        counts = zip(self.choices, self.requests, strict=True)
+        return sum(choice.n_tokens > len(request.generated) for choice, request in counts)
 
     @property
     def is_done(self) -> bool:

@@ -69,6 +69,11 @@ class PromptEcho:
         self._scores: list[tuple[float | None, Top]] = [(None, ())]
         self._pieces: list[tuple[str, tuple[TokenDetail, ...], int]] = []
 
+    @property
+    def n_scored(self) -> int:
+        """Tokens that come with log-probabilities."""
+        return len(self._ids) if self._is_scored else 0
+
     def add(self, scores: PromptScores) -> None:
         """Adds the log-probabilities of the next tokens."""
         self._scores += scores.tokens
@@ -126,7 +131,7 @@ class OutputChoice:
     __slots__ = (  # as in OpenSequences
         *("index", "echo", "n_tokens", "last_token_at", "logprob_sum", "ended", "_request", "_tokenizer", "_rules"),
         *("_decoder", "_strips_space", "_is_plain", "_matcher", "_base", "_decoded", "_sent", "_pending_tokens"),
-        *("_marks", "_bytes_of", "_unsent_ids"),
+        *("_marks", "_bytes_of", "_unsent_ids", "first"),
     )
 
     def __init__(
@@ -135,6 +140,8 @@ class OutputChoice:
         self.index = index
         self.echo = echo
         """The prompt, if it must still be sent before the text."""
+        self.first: Sequence[Delta] = ()
+        """Text that is sent before the engine adds tokens, in a response that was resumed."""
         self.n_tokens = 0
         self.last_token_at: float | None = None
         """When the engine sampled the last token, in monotonic seconds; None after an interruption."""

@@ -14,7 +14,9 @@ from app.common.ipc import Ready
 from app.common.types import Request, SamplingParams
 from app.generation.detokenizer import OutputChoice, PromptEcho, TextRules
 from app.generation.prompt_encoder import EncodedPrompt
+from app.generation.receipt import check_receipt
 from app.generation.request import GenerationRequest
+from app.generation.resumed_choice import ResumedChoice, with_generated
 from app.generation.stop_matcher import MarkedStops
 from model.tokenizer.infill import infill_tokens
 from model.tokenizer.tokenizer import Tokenizer
@@ -105,6 +107,9 @@ class BuiltRequests:
                         leader=leader.id,
                     )
                 )
+        if request.resumption:
+            check_receipt(request.resumption.receipt, request, params, self._ready)
+            return with_generated(requests, request, encoded, self._ready.vocab_size)
         return requests
 
     def _most_tokens(self, prompt_tokens: int) -> int:
@@ -129,6 +134,15 @@ class BuiltRequests:
             returns_ids=request.returns_token_ids and request.is_streamed,
         )
         echoes = [self._echo(prompt) if request.echo else None for prompt in encoded]
+        if request.resumption:
+            return [
+                ResumedChoice(
+                    received, index, engine_request, self._tokenizer, rules, echoes[index // request.n_sampled]
+                )
+                for index, (engine_request, received) in enumerate(
+                    zip(requests, request.resumption.choices, strict=True)
+                )
+            ]
         return [
             OutputChoice(index, engine_request, self._tokenizer, rules, echoes[index // request.n_sampled])
             for index, engine_request in enumerate(requests)

@@ -6,9 +6,9 @@ TokenTable holds tokens with log-probabilities in arrays, which take a tenth of 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 from msgspec import Struct
 
@@ -81,6 +81,30 @@ def prompt_list(prompt: Prompt | list[str] | list[list[int]]) -> tuple[list[Prom
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReceivedChoice:
+    """What the client has of a choice whose stream broke."""
+
+    name: str
+    """The place in the body, for errors."""
+    text: str
+    token_ids: tuple[int, ...] = ()
+    """The first of the ids behind the text; none only costs time."""
+    n_logprobs: int | None = None
+    """Tokens that came with log-probabilities, including those of an echoed prompt; None if they were not requested."""
+    is_finished: bool = False
+    """Whether the client knows how the choice ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumption:
+    """What the client has of a response, which goes on from there."""
+
+    receipt: Mapping[str, Any]
+    """By field: what must be the same here."""
+    choices: tuple[ReceivedChoice, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
     """A request for completions; None means the default."""
 
@@ -115,6 +139,7 @@ class GenerationRequest:
     truncate_prompt_tokens: int | None = None
     varies_equal_prompts: bool = False
     """Whether a prompt that is given again gets other texts."""
+    resumption: Resumption | None = None
 
     @property
     def n_sampled(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Annotated, Any
 
@@ -19,6 +19,7 @@ from app.common.errors import (
     EngineFailed,
     InvalidRequest,
     RateLimitExceeded,
+    ResumeRefused,
     Unavailable,
 )
 from app.http.response_model import ResponseModel
@@ -103,6 +104,8 @@ def from_engine(error: EngineError) -> ApiError:
         case ContextLengthExceeded():
             numbers = {"prompt_tokens": error.prompt_tokens, "max_model_len": error.max_model_len}
             return ApiError(400, str(error), param=error.param, code="context_length_exceeded", extra=numbers)
+        case ResumeRefused():
+            return ApiError(409, str(error), param=error.param, code=error.code)
         case InvalidRequest():
             return ApiError(400, str(error), param=error.param)
         case RateLimitExceeded():
@@ -126,6 +129,10 @@ def from_validation(error: ValidationError, fields: Mapping[str, Any]) -> ApiErr
     )
     name = str(first["loc"][0])[:60] if first["loc"] else None
     message = first["msg"].removeprefix("Value error, ")
+    if name == "resume":
+        path, is_unknown = _path(first["loc"]), first["type"] == "extra_forbidden"
+        message = "unknown field: GET /docs lists all fields" if is_unknown else message
+        return ApiError(400, f"{path}: {message}", param=path, code="unknown_field" if is_unknown else None)
     match first["type"]:
         case "json_invalid":
             reason = message.partition(": ")[2][:120]
@@ -150,6 +157,16 @@ def from_validation(error: ValidationError, fields: Mapping[str, Any]) -> ApiErr
     if name == "prompt" and len(first["loc"]) > 1 and first["type"].endswith("_type"):  # one of several kinds
         message = "must be text, a list of token ids, a list of texts, or a list of lists of token ids"
     return ApiError(400, f"{name}: {message}", param=name)
+
+
+def _path(location: Sequence[int | str]) -> str:
+    """A place in the body, such as resume.choices[1].text, without pydantic's names of alternatives."""
+    path = str(location[0])
+    for part in location[1:]:
+        if isinstance(part, str) and not part.isidentifier():
+            break
+        path += f"[{part}]" if isinstance(part, int) else f".{part[:60]}"
+    return path
 
 
 def _details(error: ValidationError) -> list[Mapping[str, Any]]:

@@ -22,9 +22,11 @@ from app.engine_client.canary import Canary
 from app.engine_client.engine_pool import EnginePool
 from app.engine_client.supervisor import EngineStopped
 from app.generation.completion import Completion, CompletionTimes, Timeouts
+from app.generation.detokenizer import OutputChoice
 from app.generation.engine_requests import BuiltRequests
 from app.generation.prompt_encoder import PromptEncoder
 from app.generation.request import GenerationRequest
+from app.generation.resumed_choice import ResumedChoice
 from app.guided.grammar import MAX_BYTES, grammar_from
 from app.guided.validator import GrammarValidator
 from app.serving.admission import AdmissionControl
@@ -219,7 +221,10 @@ class Service:
             built = BuiltRequests(name, request, ready, tokenizer, tenant.cache_namespace)
             engine_requests = built.requests(encoded, source, grammar)
             self.admission.charge(reservation, request, engine_requests)
-            choices = built.choices(engine_requests, encoded)  # anything that can fail comes before submission
+            choices = built.choices(engine_requests, encoded)
+            if request.resumption:
+                await self._feed_received(choices, engine_requests, account)
+            # Anything that can fail comes before submission.
             times.queued = time.monotonic()
             completion = Completion(instance.engine, engine_requests, choices, timeouts, times)
             completion.submit()
@@ -234,6 +239,18 @@ class Service:
             truncated=any(prompt.truncated for prompt in encoded),
             reservation=reservation,
         )
+
+    async def _feed_received(
+        self, choices: Sequence[OutputChoice], engine_requests: Sequence[Request], account: WorkAccount
+    ) -> None:
+        """Feeds the tokens that the client has. Raises ResumeRefused."""
+        resumed = [choice for choice in choices if isinstance(choice, ResumedChoice)]
+
+        def feed() -> None:
+            for choice in resumed:
+                choice.feed()
+
+        await self.tokenizer_pool.run(sum(len(one.generated) for one in engine_requests), feed, account)
 
     async def _run_canary(self) -> bool | None:
         """Whether an engine answers a canary request from the queue; None if the service is busy or not ready."""

@@ -8,7 +8,7 @@ import httpx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.api.schemas import SAMPLING_FIELDS
+from app.generation.receipt import SAMPLING_FIELDS
 from tests.support.completion_client import fetch_completion, parse_events, stream, stream_chunks
 from tests.support.servers import Server
 

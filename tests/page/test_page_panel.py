@@ -19,17 +19,8 @@ from tests.support.page.browser import (
 )
 
 LEFT_OUT = {
-    *(
-        "prompt",
-        "stream",
-        "echo",
-        "user",
-        "request_id",
-        "logprobs",
-        "return_token_ids",
-        "truncate_prompt_tokens",
-        "source",
-    ),
+    *("prompt", "source", "stream", "echo", "user", "request_id", "logprobs", "truncate_prompt_tokens"),
+    *("return_token_ids", "resume"),
 }
 START = ("start", {"seed": 7, "model": "tiny", "weights_version": "w", "settings": {"temperature": 0.9}})
 

@@ -38,11 +38,12 @@ class ReplayBuffer:
 
     __slots__ = ("_frames", "_limit", "_size", "next_number")
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, first: int = 0) -> None:
+        """`first`: the number of the first frame."""
         self._limit = limit
         self._frames: deque[bytes] = deque()
-        self.next_number = 0
-        """The next frame's number; the first is 0."""
+        self.next_number = first
+        """The next frame's number."""
         self._size = 0
 
     @property
@@ -82,7 +83,9 @@ class ResumableStream(Delivery):
         owner: str,
         extra: Mapping[str, Any],
         replay_bytes: int,
+        after: int | None = None,
     ) -> None:
+        """`after`: the client has `start` and the events up to this number, from a stream that broke."""
         super().__init__(handle)
         self.name = handle.name
         self.alias = handle.callers_id
@@ -90,7 +93,8 @@ class ResumableStream(Delivery):
         self.owner = owner
         self.headers = handle.headers
         self._resume_store = resume_store
-        self._replay_buffer = ReplayBuffer(replay_bytes)
+        self._replay_buffer = ReplayBuffer(replay_bytes, 0 if after is None else after + 1)
+        self._sends_start = after is None
         self._id_prefix = f"{handle.name}:"
         self._extra = extra
         self._receipt = schemas.Receipt.of(handle.admitted)
@@ -200,7 +204,7 @@ class ResumableStream(Delivery):
             case Queued(position):
                 eta_ms = round(self.handle.engine.queue.eta_seconds(position, time.monotonic()) * 1e3)
                 return self._append("queue", schemas.QueueEvent(position, eta_ms))
-            case Started():
+            case Started() if self._sends_start:
                 return self._append("start", self._start())
             case Finished(index):
                 self._finished[index] = event
@@ -228,6 +232,10 @@ class ResumableStream(Delivery):
             prompt_tokens=self.completion.prompt_tokens,
             cached_tokens=self.completion.cached_tokens,
             settings=self._receipt.settings,
+            numerics=self._receipt.numerics,
+            prompt_sha256=self._receipt.prompt_sha256,
+            source_sha256=self._receipt.source_sha256,
+            suffix_sha256=self._receipt.suffix_sha256,
             **self._extra,
         )
 

@@ -19,6 +19,7 @@ from app.api.native.resumable_stream import ResumableStream, next_number
 from app.api.openapi import declared
 from app.api.request_handle import RequestHandle
 from app.api.route_documentation import documented
+from app.api.resume_fields import Resume, resumed
 from app.api.schemas import CompletionFields, Prompts, TokenIds, documented_defaults
 from app.common.types import MODEL_DEFAULT_FIELDS
 from app.generation.request import GenerationRequest
@@ -48,6 +49,17 @@ class CompleteRequest(CompletionFields):
     )
     include_stop: bool | None = Field(None, description="Keep the stop string or token at the end of the text.")
 
+    resume: Resume | None = Field(
+        None,
+        description="What arrived of a stream that broke: this one goes on from there, computed with the same weights.",
+    )
+
+    @model_validator(mode="after")
+    def _check_resume(self) -> CompleteRequest:
+        if self.resume and self.stream is False:
+            raise ValueError("resume goes on with a stream: leave out stream, or send the request without resume")
+        return self
+
     @model_validator(mode="before")
     @classmethod
     def _default_prompt(cls, body: Any) -> Any:
@@ -58,13 +70,14 @@ class CompleteRequest(CompletionFields):
     @property
     def generation_request(self) -> GenerationRequest:
         """The generation request."""
-        return self.to_generation_request(
+        request = self.to_generation_request(
             self.prompt,
             max_tokens=_DEFAULT_MAX_TOKENS,
             source=self.source,
             include_stop=bool(self.include_stop),
             is_streamed=self.stream is not False,
         )
+        return resumed(request, self.resume.receipt, self.resume.choices) if self.resume else request
 
 
 _STORY = {"prompt": "Once upon a time", "max_tokens": 40}
@@ -89,8 +102,11 @@ async def complete(request: Request) -> Response:
     if body.stream is False:
         return await handle.respond(_full_response(handle, extra), request)
     limit, resume_store = handle.service.settings.resume_bytes, resume_store_of(request)
-    stream = ResumableStream(handle, resume_store, owner=owner_of(request), extra=extra, replay_bytes=limit)
-    return _respond(stream)
+    after = body.resume.after if body.resume else None
+    stream = ResumableStream(
+        handle, resume_store, owner=owner_of(request), extra=extra, replay_bytes=limit, after=after
+    )
+    return _respond(stream, stream.next_number)
 
 
 _LastEventId = Annotated[str | None, Header(description="Id of the last event that the client received.")]
@@ -147,7 +163,7 @@ async def cancel(request: Request, request_id: str) -> Response:
     return json_response(schemas.Cancellation(request_id, cancelled=True))
 
 
-def _respond(stream: ResumableStream, number: int = 0) -> Response:
+def _respond(stream: ResumableStream, number: int) -> Response:
     connection = Connection()
     stream.attach(connection)
     return EventStreamResponse(

@@ -17,6 +17,7 @@ from app.api.request_handle import RequestHandle
 from app.api.schemas import Usage, top_token
 from app.common.fault_injection import fault
 from app.generation.collector import CollectedOutput
+from app.generation.receipt import fingerprint
 from app.generation.request import CompletionEvent, Delta, Finished, TokenDetail, TokenTable
 from app.http import sse
 from app.http.event_stream_response import EventStreamResponse
@@ -112,7 +113,7 @@ def common_fields(handle: RequestHandle, prefix: str, kind: str) -> dict[str, An
         "object": kind,
         "created": int(time.time()),
         "model": handle.admitted.instance.model_name,
-        "system_fingerprint": f"{handle.admitted.model_version.short_key}-{handle.admitted.numerics}",
+        "system_fingerprint": fingerprint(handle.admitted.model_version, handle.admitted.numerics),
         "seed": handle.admitted.params.seed,
     }
 
@@ -133,6 +134,10 @@ class Responder(Delivery):
         self._has_continuous_usage = bool(options and options.continuous_usage_stats)
         self._pending: dict[int, Delta] = {}
         """By choice: tokens and ids without text, which are sent with the next text, or with the end."""
+        resumption = handle.admitted.request.resumption
+        received = resumption.choices if resumption else ()
+        self._arrived_ends = {index for index, choice in enumerate(received) if choice.is_finished}
+        """Choices whose end the client had when it resumed the response."""
         self._head = head
         echoed = {"user": body.user, "request_id": body.request_id, "truncated": handle.admitted.truncated or None}
         self._extra: dict[str, Any] = {**echoed, "warnings": body.warnings or None}
@@ -178,6 +183,8 @@ class Responder(Delivery):
     def encode(self, event: CompletionEvent) -> bytes:
         """The chunks of an event; tokens without text are sent with the next text, or with the end."""
         if isinstance(event, Finished):
+            if event.index in self._arrived_ends:
+                return b""
             return self._chunk(self._pending.pop(event.index, Delta(event.index, "")), event)
         if not isinstance(event, Delta):  # no client knows of queues; a proxy must see that the connection lives
             return _PING if time.monotonic() - self.written_at >= PING_SECONDS else b""

@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 from app.api.openai.request_fields import CHAT, COMPLETIONS, unknown_fields
+from app.api.resume_fields import ResumeChunks, resumed
 from app.api.schemas import (
-    GRAMMAR_FIELDS,
     ChoiceIndex,
     CompletionFields,
     Echo,
@@ -28,6 +28,7 @@ from app.api.schemas import (
     documented_defaults,
 )
 from app.chat.template_client import TemplateInputs
+from app.generation.receipt import GRAMMAR_FIELDS
 from app.generation.request import GenerationRequest
 from app.http.json_stream import Array
 from app.http.response_model import NOT_SENT, ResponseModel
@@ -170,6 +171,17 @@ class CompletionsRequest(OpenAIFields, CompletionFields):
         None, description="Generate this many, return the n with the best mean log-probability; not in streams."
     )
 
+    resume: ResumeChunks | None = Field(
+        None,
+        description="What arrived of a stream that broke: this one goes on from there, computed with the same weights.",
+    )
+
+    @model_validator(mode="after")
+    def _check_resume(self) -> CompletionsRequest:
+        if self.resume and not self.stream:
+            raise ValueError("resume goes on with a stream: set stream to true, or send the request without resume")
+        return self
+
     @model_validator(mode="after")
     def _check_best_of(self) -> CompletionsRequest:
         n, best_of = self.n or 1, self.best_of
@@ -182,7 +194,7 @@ class CompletionsRequest(OpenAIFields, CompletionFields):
     @property
     def generation_request(self) -> GenerationRequest:
         """The generation request; missing values are neutral, regardless of the weights' generation_config.json."""
-        return self.to_generation_request(
+        request = self.to_generation_request(
             "" if self.prompt is None else self.prompt,
             max_tokens=_DEFAULT_MAX_TOKENS,
             best_of=self.best_of,
@@ -190,6 +202,7 @@ class CompletionsRequest(OpenAIFields, CompletionFields):
             use_model_defaults=False,
             is_streamed=bool(self.stream),
         )
+        return resumed(request, self.resume.receipt, self.resume.choices) if self.resume else request
 
 
 class TextPart(BaseModel):

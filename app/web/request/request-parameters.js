@@ -4,7 +4,7 @@
 const PATH = "/complete";
 const MAIN = ["temperature", "top_p", "top_k", "max_tokens", "seed", "n"];
 // Fields that the page sets itself, or that make no sense on it.
-const LEFT_OUT = ["prompt", "stream", "echo", "user", "request_id", "logprobs", "return_token_ids", "truncate_prompt_tokens"];
+const LEFT_OUT = ["prompt", "stream", "echo", "user", "request_id", "logprobs", "return_token_ids", "resume", "truncate_prompt_tokens"];
 const WORDS = { json: "JSON", eos: "EOS" };
 const LABELS = { n: "Continuations" };
 // Useful ranges of sliders, narrower than what is allowed.
