@@ -20,10 +20,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support import ROOT
 from tests.support.async_test import async_test
 from tests.support.completion_client import joined_text, parse_events
-from tests.support.http.nginx import needs_nginx, running_nginx
+from tests.support.http.nginx import needs_nginx, running_nginx, two_servers
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server, stop_server
 from tests.support.services import Services
@@ -98,14 +97,6 @@ def test_stream_survives_a_silence_longer_than_the_read_timeout(
     promise.all_of("streams that survive 16 s of silence and nginx's read timeout of 15 s", 1, 1)
 
 
-def _two_servers(servers: list[Server]) -> str:
-    """The shipped configuration with the addresses of these servers."""
-    text = (ROOT / "deploy/nginx/two-servers.conf").read_text()
-    for name, server in zip(("a", "b"), servers, strict=True):
-        text = text.replace(f"server inkstream-{name}:8000", f"server {server.url.removeprefix('http://')}")
-    return text.replace("listen 8080", "listen 127.0.0.1:PORT")
-
-
 async def _send_until(is_over: asyncio.Event, url: str, outcomes: Counter[str], ended: list[int], index: int) -> None:
     """Sends streams and whole requests in turn; counts how they end, and in `ended[index]` how many did."""
     async with httpx.AsyncClient(timeout=60) as client:
@@ -149,7 +140,7 @@ async def test_two_services_restart_in_turn_without_failed_requests(
     serve: Services, tmp_path: Path, promise: Promise
 ) -> None:
     servers = [serve(fake_ms=3), serve(fake_ms=3)]
-    conf = _two_servers(servers)
+    conf = two_servers(servers)
     outcomes = await _restart_under_load(servers, serve, tmp_path, conf, 2 * promise.size(1, 10))
     promise.all_of("requests complete while two services restart in turn", outcomes["complete"], outcomes.total())
     assert outcomes.total() > 50, outcomes
@@ -160,7 +151,7 @@ async def test_two_services_restart_in_turn_without_failed_requests(
 
 
 def test_stream_resumes_at_the_service_that_started_it(serve: Services, tmp_path: Path) -> None:
-    with running_nginx(tmp_path, _two_servers([serve(fake_ms=10), serve(fake_ms=10)])) as url:
+    with running_nginx(tmp_path, two_servers([serve(fake_ms=10), serve(fake_ms=10)])) as url:
         whole = parse_events(httpx.post(f"{url}/complete", json=SHORT, timeout=60).text)
         for _ in range(4):
             with httpx.stream("POST", f"{url}/complete", json=SHORT, timeout=60) as response:

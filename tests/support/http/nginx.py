@@ -5,17 +5,26 @@ from __future__ import annotations
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.support.servers import free_ports
+from tests.support import ROOT
+from tests.support.servers import Server, free_ports
 
 NGINX = shutil.which("nginx", path="/usr/sbin:/usr/bin:/usr/local/sbin:/usr/local/bin")
 needs_nginx = pytest.mark.skipif(NGINX is None, reason="needs nginx (Debian: nginx-light)")
+
+
+def two_servers(servers: Sequence[Server]) -> str:
+    """The shipped configuration with the addresses of these servers."""
+    text = (ROOT / "deploy/nginx/two-servers.conf").read_text()
+    for name, server in zip(("a", "b"), servers, strict=True):
+        text = text.replace(f"server inkstream-{name}:8000", f"server {server.url.removeprefix('http://')}")
+    return text.replace("listen 8080", "listen 127.0.0.1:PORT")
 
 
 @contextmanager
