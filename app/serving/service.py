@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ from app.common.errors import DeadlineExceeded, EngineError, EngineFailed, Inval
 from app.common.ipc import Ready
 from app.common.model_version import Version
 from app.common.settings import Settings
-from app.common.types import SamplingParams
+from app.common.types import Request, SamplingParams
 from app.engine_client.canary import Canary
 from app.engine_client.engine_pool import EnginePool
 from app.engine_client.supervisor import EngineStopped

@@ -60,7 +60,7 @@ def _handle(completion: _Completion) -> Any:
         name="r",
         public_name="r",
         completion=completion,
-        admitted=SimpleNamespace(truncated=False),
+        admitted=SimpleNamespace(truncated=False, request=SimpleNamespace(resumption=None)),
         record_progress=lambda: None,
         record_finished=lambda _: None,
         on_error=lambda error: ApiError(500, f"broken by {error}"),

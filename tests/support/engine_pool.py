@@ -139,6 +139,7 @@ class TokenChoice:
     """Stands in for an OutputChoice: each token is a Delta with its log-probabilities, and its index as the start."""
 
     echo = None
+    first = ()
 
     def __init__(self, index: int) -> None:
         self.index = index

@@ -18,8 +18,8 @@ from app.api.dependencies import read_body, resume_store_of
 from app.api.native.resumable_stream import ResumableStream, next_number
 from app.api.openapi import declared
 from app.api.request_handle import RequestHandle
-from app.api.route_documentation import documented
 from app.api.resume_fields import Resume, resumed
+from app.api.route_documentation import documented
 from app.api.schemas import CompletionFields, Prompts, TokenIds, documented_defaults
 from app.common.types import MODEL_DEFAULT_FIELDS
 from app.generation.request import GenerationRequest
