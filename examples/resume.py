@@ -1,4 +1,4 @@
-"""Streams a completion, and resumes it where the connection broke. Needs nothing but Python.
+"""Streams a completion, and resumes it where the connection broke, at another service if need be. Needs only Python.
 
     python3 examples/resume.py "Once upon a time"
 
@@ -20,9 +20,17 @@ PATIENCE = 30.0
 """Seconds to look for a lost service. A stream is never silent for so long: heartbeats come every ten seconds."""
 
 
-def events(request: urllib.request.Request) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Id, name and data of the events of one connection, until it ends or breaks."""
-    with urllib.request.urlopen(request, timeout=PATIENCE) as response:
+def events(requests: list[urllib.request.Request]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Id, name and data of the events of one connection, until it ends or breaks; of the first request that works."""
+    *others, last = requests
+    for request in others:
+        try:
+            yield from events([request])
+            return
+        except urllib.error.HTTPError as error:
+            if error.code not in (404, 502, 503, 504):
+                raise
+    with urllib.request.urlopen(last, timeout=PATIENCE) as response:
         fields: dict[str, str] = {}
         for line in response:
             name, colon, value = line.decode().rstrip("\n").partition(": ")
@@ -38,20 +46,27 @@ def completion(url: str, body: dict[str, Any]) -> Iterator[str]:
     headers = {"content-type": "application/json"}
     if key := os.environ.get("INKSTREAM_API_KEY"):
         headers["authorization"] = f"Bearer {key}"
-    request = urllib.request.Request(f"{url}/complete", json.dumps(body).encode(), headers)
+    body = {**body, "return_token_ids": True}
+    requests = [urllib.request.Request(f"{url}/complete", json.dumps(body).encode(), headers)]
     last_id, give_up_at = "", 0.0
+    receipt: dict[str, Any] = {}
+    choice: dict[str, Any] = {"text": "", "token_ids": []}
     while True:
         try:
-            for event_id, name, data in events(request):
+            for event_id, name, data in events(requests):
                 last_id, give_up_at = event_id, 0.0
-                if name == "token":
+                if name == "start":
+                    receipt = data
+                elif name == "token":
+                    choice["text"] += data["text"]
+                    choice["token_ids"] += data.get("token_ids", [])
                     yield data["text"]
                 elif name == "error":
                     raise RuntimeError(data["error"]["message"])
                 elif name == "done":
                     return
         except urllib.error.HTTPError as error:
-            if not last_id or error.code != 503:  # 503: the service is starting or restarting
+            if not last_id or error.code not in (502, 503, 504):  # the service is starting or restarting
                 raise RuntimeError(json.load(error)["error"]["message"]) from None
         except urllib.error.URLError as error:
             if not last_id:
@@ -64,9 +79,13 @@ def completion(url: str, body: dict[str, Any]) -> Iterator[str]:
         time.sleep(0.2)
         if last_id:  # else nothing has come, and the same request is sent again
             # An event's id is the id of its stream, a colon and a number. The service sends what came after that event.
-            stream = last_id.rpartition(":")[0]
-            headers["last-event-id"] = last_id
-            request = urllib.request.Request(f"{url}/complete/{stream}/events", headers=headers)
+            stream, _, number = last_id.rpartition(":")
+            since = {**headers, "last-event-id": last_id}
+            requests = [urllib.request.Request(f"{url}/complete/{stream}/events", headers=since)]
+            # A service that does not know the stream goes on from what has come of it.
+            resume = {"after": int(number), "receipt": receipt, "choices": [choice]}
+            again = {**body, "resume": resume} if receipt else body
+            requests.append(urllib.request.Request(f"{url}/complete", json.dumps(again).encode(), headers))
 
 
 def main() -> int:

@@ -18,6 +18,8 @@ CONNECTION_LOST = "connection lost"
 """Name under which events() reports that it tries to resume a broken stream."""
 _STREAM_SECONDS, _WHOLE_SECONDS, _CANCEL_SECONDS = 60.0, 900.0, 2.0
 """Read timeouts: a stream has a heartbeat every ten seconds, a whole response arrives when the text is complete."""
+_MAY_COME_BACK = (502, 503, 504)
+"""Statuses of a service that is starting, or of a proxy in front of one."""
 _RESUME_SECONDS, _RETRY_SECONDS = 60.0, 0.25
 _INCOMPLETE = "the stream ended before the text was complete"
 
@@ -33,6 +35,35 @@ class ServiceError(Exception):
 
 class ServiceUnreachable(Exception):
     """The service is unreachable, or the server is not inkstream."""
+
+
+class _Arrived:
+    """What has arrived of a stream, with which another service goes on."""
+
+    def __init__(self, body: Mapping[str, Any]) -> None:
+        self.body = body
+        self.start: dict[str, Any] = {}
+        prompt = body.get("prompt")
+        n_prompts = len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
+        self._choices: list[dict[str, Any]] = [
+            {"text": "", "token_ids": [], **({"logprobs": 0} if body.get("logprobs") is not None else {})}
+            for _ in range(n_prompts * int(body.get("n") or 1))
+        ]
+
+    def take(self, name: str, data: Mapping[str, Any]) -> None:
+        """Adds an event."""
+        if name == "start":
+            self.start = dict(data)
+        elif name == "token" and data.get("index", 0) < len(self._choices):
+            choice = self._choices[data.get("index", 0)]
+            choice["text"] += data["text"]
+            choice["token_ids"] += data.get("token_ids", [])
+            if "logprobs" in choice:
+                choice["logprobs"] += len(data.get("tokens", []))
+
+    def resuming_body(self, after: int) -> dict[str, Any]:
+        """The request that goes on after this event."""
+        return {**self.body, "resume": {"after": after, "receipt": self.start, "choices": self._choices}}
 
 
 class Client:
@@ -65,7 +96,8 @@ class Client:
         """
         name = last_id = request_id = ""
         deadline = 0.0  # of the attempts to resume; 0 while the connection holds
-        opening = self._request("POST", "/complete", _STREAM_SECONDS, body)
+        arrived = _Arrived({**body, "return_token_ids": True})
+        opening = self._request("POST", "/complete", _STREAM_SECONDS, arrived.body)
         try:
             while True:
                 try:
@@ -74,6 +106,7 @@ class Client:
                             raise ServiceUnreachable(f"{self.url} is not an inkstream service: check --url")
                         for name, last_id, data in _events_of(response):
                             request_id, deadline = last_id.rpartition(":")[0], 0.0
+                            arrived.take(name, data)
                             yield name, data
                     error: Exception | None = None
                 except (ServiceError, ServiceUnreachable) as failure:
@@ -82,20 +115,35 @@ class Client:
                         raise
                 if name in ("done", "error"):
                     return
-                is_refused = isinstance(error, ServiceError) and error.status != 503
+                is_refused = isinstance(error, ServiceError) and error.status not in _MAY_COME_BACK
                 if not request_id or is_refused or 0 < deadline < time.monotonic():
                     raise ServiceError(f"{_INCOMPLETE}: {error}" if error else _INCOMPLETE)
                 if not deadline:
                     deadline = time.monotonic() + self._resume_seconds
                     yield CONNECTION_LOST, {}
                 time.sleep(_RETRY_SECONDS)
-                headers = {"Last-Event-ID": last_id}
-                opening = self._request("GET", f"/complete/{request_id}/events", _STREAM_SECONDS, headers=headers)
+                opening = self._resumed(last_id, arrived)
         finally:
             if request_id and name not in ("done", "error"):
                 gone = contextlib.suppress(ServiceError, ServiceUnreachable)
                 with gone, self._request("DELETE", f"/complete/{request_id}", _CANCEL_SECONDS):
                     pass
+
+    @contextlib.contextmanager
+    def _resumed(self, last_id: str, arrived: _Arrived) -> Iterator[http.client.HTTPResponse]:
+        """The stream's rest from the service that began it, or from one that does not know it."""
+        stream, _, number = last_id.rpartition(":")
+        headers = {"Last-Event-ID": last_id}
+        with contextlib.ExitStack() as stack:
+            try:
+                opening = self._request("GET", f"/complete/{stream}/events", _STREAM_SECONDS, headers=headers)
+                response = stack.enter_context(opening)
+            except ServiceError as error:
+                if not arrived.start or error.status not in (404, *_MAY_COME_BACK):
+                    raise
+                body = arrived.resuming_body(int(number))
+                response = stack.enter_context(self._request("POST", "/complete", _STREAM_SECONDS, body))
+            yield response
 
     def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """The response as one object. Raises ServiceError, ServiceUnreachable."""

@@ -110,6 +110,21 @@ def test_lost_connection_resumes_without_a_gap(service: Server, capsys: pytest.C
     assert printed.err == "note: the connection was lost; resuming the text\n" * 2, "one note for each lost connection"
 
 
+@pytest.mark.parametrize("flags", [(), ("--n", "2", "--stop", "zq"), ("--logprobs", "1")])
+def test_lost_connection_goes_on_at_a_service_that_does_not_know_the_stream(
+    serve: Services, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...]
+) -> None:
+    server = serve("--resume-seconds", "0", fake_ms=3)
+    arguments = ["complete", "a", "--max-tokens", "60", "--seed", "1", *flags, "--url"]
+    assert main([*arguments, server.url]) == 0
+    expected = capsys.readouterr().out
+    with cutting_proxy(server.url, 2500, 900, 1500) as (url, opened):
+        assert main([*arguments, url]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == expected and "resuming the text" in printed.err
+    assert len(opened) == 5, "the first request, and twice a 404 and a request that goes on"
+
+
 def test_unresumable_stream_ends_with_the_reason(service: Server) -> None:
     with cutting_proxy(service.url, 1500, 0) as (url, _):
         client = Client(url, "", resume_seconds=0.5)

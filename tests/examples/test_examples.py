@@ -49,6 +49,15 @@ def test_client_prints_the_whole_completion_despite_broken_connections(server: S
     assert len(opened) == len(cuts) + 1, "every connection must be used"
 
 
+def test_client_goes_on_at_a_service_that_does_not_know_its_stream(serve: Services) -> None:
+    server = serve("--resume-seconds", "0", fake_ms=3)
+    expected = _expected(server, prompt="The moon", max_tokens=60, seed=3)
+    with cutting_proxy(server.url, 2500, 700, 900) as (url, opened):
+        done = run("resume.py", "The moon", "--url", url, "--max-tokens", "60", "--seed", "3")
+    assert (done.returncode, done.stdout) == (0, expected + "\n"), done.stderr
+    assert len(opened) > 4, "each broken connection is asked for first, and then goes on elsewhere"
+
+
 def test_client_reports_errors(server: Server) -> None:
     refused = run("resume.py", "The moon", "--url", server.url, "--max-tokens", "-1")
     assert refused.returncode == 1 and refused.stderr.startswith("error: max_tokens")

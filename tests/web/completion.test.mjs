@@ -28,7 +28,7 @@ const busy = (seconds) =>
 async function run(responses, { signal = new AbortController().signal, stopAt = null } = {}) {
   const requests = [];
   mock.method(globalThis, "fetch", async (path, options) => {
-    requests.push([options.method ?? "GET", path, options.headers]);
+    requests.push([options.method ?? "GET", path, options.headers, options.body]);
     const response = options.method === "DELETE" ? new Response("{}") : responses.shift();
     if (response instanceof Error) throw response;
     return response;
@@ -63,16 +63,40 @@ for (const [how, breaks] of [["breaks", true], ["just ends", false]]) {
       new Response(body(START + token(1, " upon") + "id: r-1:2\ndata: half", breaks)),
       new TypeError("Failed to fetch"),
       new Response("bad gateway", { status: 502 }),
+      new Response("bad gateway", { status: 502 }),
       new Response(body(token(2, " a"), breaks)),
       new Response(body(DONE)),
     ]);
     assert.equal(error, null);
     assert.equal(text, " upon a");
     assert.equal(events.filter(({ type }) => type === "lost").length, 4);
-    assert.deepEqual(requests.slice(1).map(([method, path]) => [method, path]), Array(4).fill(["GET", "complete/r-1/events"]));
-    assert.deepEqual(requests.map(([, , headers]) => headers["Last-Event-ID"]), [undefined, "r-1:1", "r-1:1", "r-1:1", "r-1:2"]);
+    assert.deepEqual(requests.slice(1).map(([method]) => method), ["GET", "GET", "POST", "GET", "GET"]);
+    const asked = requests.filter(([method]) => method === "GET");
+    assert.deepEqual(asked.map(([, path]) => path), Array(4).fill("complete/r-1/events"));
+    assert.deepEqual(asked.map(([, , headers]) => headers["Last-Event-ID"]), ["r-1:1", "r-1:1", "r-1:1", "r-1:2"]);
   });
 }
+
+test("a server that does not know the stream goes on from what has arrived", async () => {
+  const rest = 'id: r-2:3\nevent: token\ndata: {"index": 0, "text": " a"}\n\n' + DONE.replace("r-1:9", "r-2:4");
+  const { requests, error, text } = await run([
+    new Response(body(START + token(1, " upon") + token(2, "\u{1f98a}"), true)),
+    new Response("{}", { status: 404 }),
+    new Response(body(rest)),
+  ]);
+  assert.equal(error, null);
+  assert.equal(text, " upon\u{1f98a} a");
+  assert.deepEqual(requests.map(([method, path]) => [method, path]), [
+    ["POST", "complete"],
+    ["GET", "complete/r-1/events"],
+    ["POST", "complete"],
+  ]);
+  const [first, again] = [requests[0][3], requests[2][3]];
+  assert.ok(again.startsWith(first.slice(0, -1)), "the first body, with resume");
+  assert.ok(again.includes('"receipt":{"seed": 9007199254740993}'), "with every digit of the seed");
+  assert.deepEqual(JSON.parse(again).resume.choices, [{ text: " upon\u{1f98a}" }]);
+  assert.equal(JSON.parse(again).resume.after, 2);
+});
 
 test("a stream is lost when the server no longer has it or does not respond", async () => {
   const missing = await run([new Response(body(START, true)), new Response("{}", { status: 404 })]);

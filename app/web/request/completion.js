@@ -1,5 +1,6 @@
 // Client of the service: complete() sends POST /complete and yields its events, ask() sends any other request and
-// returns its JSON. Retries after Retry-After, and resumes a stream whose connection broke. The API key is kept for this tab
+// returns its JSON. Retries after Retry-After, and resumes a stream whose connection broke, at another service behind the
+// same address if the one that began it is gone. The API key is kept for this tab
 // only (in memory if there is no storage), sent as Authorization, and never part of a URL.
 
 import { parseExact, requestBody } from "./request-body.js";
@@ -34,7 +35,7 @@ export async function* complete(prompt, typed, signal, parameters = [], origin =
   const body = requestBody(prompt, typed, parameters);
   for (let attempt = 1; ; attempt++) {
     try {
-      return yield* stream(await post(at(origin, "complete"), body, signal, "text/event-stream"), signal, origin);
+      return yield* stream(await send(body, signal, origin), body, signal, origin);
     } catch (error) {
       if (!error.retryAfter || attempt > PATIENCE) throw error;
       yield* countdown(error, signal);
@@ -51,6 +52,10 @@ export async function ask(path, body = null, signal = null) {
 /** { id, weights_version, ... } of the model that this service, or the one at `origin`, serves. */
 export async function model(origin = "") {
   return (await ask(at(origin, "v1/models"))).data[0];
+}
+
+function send(body, signal, origin) {
+  return post(at(origin, "complete"), body, signal, "text/event-stream");
 }
 
 function at(origin, path) {
@@ -84,8 +89,8 @@ async function answer(url, request) {
 }
 
 // The events of one stream, across reconnections.
-async function* stream(response, signal, origin) {
-  const last = { id: "" };
+async function* stream(response, body, signal, origin) {
+  const last = { id: "", start: "", choices: [] };
   signal?.addEventListener("abort", () => cancel(origin, last.id), { once: true });
   for (let lost = 0; ; ) {
     try {
@@ -102,7 +107,7 @@ async function* stream(response, signal, origin) {
       if (seconds === undefined || !last.id) throw new CompletionError(LOST);
       yield { type: "lost", data: { seconds } };
       await pause(seconds, signal);
-      response = await resumed(origin, last.id, signal);
+      response = await resumed(origin, body, last, signal);
     }
   }
 }
@@ -118,14 +123,47 @@ function streamAt(origin, id) {
   return at(origin, `complete/${encodeURIComponent(id.replace(/:\d+$/, ""))}`);
 }
 
-// The resumed response; null if the server cannot be reached yet. Throws if it no longer knows the stream.
-async function resumed(origin, id, signal) {
+// The resumed response; null if the server cannot be reached yet. A server that does not know the stream goes on from what
+// has arrived; throws if it cannot.
+async function resumed(origin, body, last, signal) {
+  const { id, start } = last;
   try {
     return await get(`${streamAt(origin, id)}/events`, signal, { Accept: "text/event-stream", "Last-Event-ID": id });
   } catch (error) {
     if (error.name === "AbortError") throw error;
+    if (error.status === null) return null;
+    if (!start || (error.status !== 404 && error.status < 502)) throw new CompletionError(LOST, { status: error.status });
+  }
+  try {
+    return await send(resumingBody(body, last), signal, origin);
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
     if (error.status === null || error.status >= 502) return null;
     throw new CompletionError(LOST, { status: error.status });
+  }
+}
+
+// The body again, with what has arrived. The receipt is the text of the event `start`, in which the seed has all its digits.
+function resumingBody(body, { id, start, choices }) {
+  const hasLogprobs = (JSON.parse(body).logprobs ?? null) !== null;
+  const received = Array.from(choices, (choice) => ({
+    text: choice?.text ?? "",
+    ...(hasLogprobs && { logprobs: choice?.logprobs ?? 0 }),
+  }));
+  const after = /\d+$/.exec(id)[0];
+  return `${body.slice(0, -1)},"resume":{"after":${after},"receipt":${start},"choices":${JSON.stringify(received)}}}`;
+}
+
+// Adds an event to what has arrived.
+function arrived(last, { type, id, data: json }, data) {
+  last.id = id;
+  if (type === "start") {
+    last.start = json;
+    last.choices = Array.from({ length: data.settings?.n ?? 1 }, () => ({ text: "", logprobs: 0 }));
+  } else if (type === "token") {
+    const choice = (last.choices[data.index ?? 0] ??= { text: "", logprobs: 0 });
+    choice.text += data.text;
+    choice.logprobs += data.tokens?.length ?? 0;
   }
 }
 
@@ -141,7 +179,7 @@ async function* events(response, last) {
         const data = event.type === "token" ? JSON.parse(event.data) : parseExact(event.data); // seeds have 64 bits
         if (event.type === "error") throw new CompletionError(data.error?.message ?? data.message ?? LOST);
         ended = event.type === "done";
-        last.id = event.id;
+        arrived(last, event, data);
         yield { type: event.type, data };
         if (ended) return;
       }
