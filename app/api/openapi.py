@@ -24,7 +24,8 @@ _ERRORS = {
     403: "Not allowed, for example because of the origin.",
     404: "Unknown model, unknown request, or a request of another key.",
     405: "Method not allowed.",
-    409: "The request with this `Idempotency-Key` is still running: try again after `Retry-After` seconds.",
+    409: "The request with this `Idempotency-Key` is still running: try again after `Retry-After` seconds. Or `resume` "
+    "does not fit what this service computes (`receipt_mismatch`, `resume_diverged`).",
     413: "The body is too large.",
     415: "The Content-Type is not JSON.",
     429: "The key's rate limit is exceeded: try again after `Retry-After` seconds.",
