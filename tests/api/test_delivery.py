@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import deque
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +12,7 @@ from app.api.delivery import Connection, Delivery
 from app.api.openai.routes import _CompletionsResponder
 from app.engine_client.open_sequences import Writes
 from app.generation.completion import Consumer
-from app.generation.request import CompletionEvent, Delta, Finished, TokenDetail
+from app.generation.request import CompletionEvent, Delta, Finished
 from app.http.errors import ApiError
 from tests.support.async_test import async_test
 
@@ -237,10 +236,10 @@ async def test_events_without_frames_do_not_stall_a_stream_after_a_time_slice() 
 class _BrokenChunks(_CompletionsResponder):
     """Fails to encode the text "bad"."""
 
-    def _chunk(self, index: int, text: str, tokens: Sequence[TokenDetail], finished: Finished | None = None) -> bytes:
-        if text == "bad":
-            raise ValueError(text)
-        return super()._chunk(index, text, tokens, finished)
+    def _chunk(self, delta: Delta, finished: Finished | None = None) -> bytes:
+        if delta.text == "bad":
+            raise ValueError(delta.text)
+        return super()._chunk(delta, finished)
 
 
 @async_test

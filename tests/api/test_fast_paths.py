@@ -45,7 +45,8 @@ def test_chunk_equals_the_encoding_of_its_model(
     kind: type[Responder], options: dict[str, bool], texts: list[str], unknown: str, user: str | None
 ) -> None:
     completion = SimpleNamespace(prompt_tokens=3, n_tokens=2, cached_tokens=1)
-    handle: Any = SimpleNamespace(completion=completion, admitted=SimpleNamespace(truncated=False, tokenizer=None))
+    admitted = SimpleNamespace(truncated=False, tokenizer=None, request=SimpleNamespace(resumption=None))
+    handle: Any = SimpleNamespace(completion=completion, admitted=admitted)
     warnings = [f"unknown field {unknown!r} has no effect"]
     stream_options = StreamOptions(**options)
     body: Any = SimpleNamespace(
