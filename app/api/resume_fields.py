@@ -43,20 +43,20 @@ class ReceivedChunks(ReceivedFields):
 class StartReceipt(RequestBody):
     """The data of the event `start`, as it arrived. Its other fields are not compared."""
 
-    weights_version: str = Field(max_length=200)
-    numerics: str = Field(max_length=200)
-    seed: Seed
-    settings: dict[str, Any]
-    prompt_sha256: str | list[str]
-    source_sha256: str | None = None
-    suffix_sha256: str | None = None
+    weights_version: str = Field(max_length=200, description="SHA-256 of the weights.")
+    numerics: str = Field(max_length=200, description="Backend and number format.")
+    seed: Seed = Field(description="Seed of the random numbers.")
+    settings: dict[str, Any] = Field(description="Effective settings.")
+    prompt_sha256: str | list[str] = Field(description="SHA-256 of the prompt, or a list of several.")
+    source_sha256: str | None = Field(None, description="SHA-256 of the source.")
+    suffix_sha256: str | None = Field(None, description="SHA-256 of the suffix.")
 
 
 class ChunkReceipt(RequestBody):
     """From any chunk. Its other fields are not compared."""
 
-    system_fingerprint: str = Field(max_length=400)
-    seed: Seed
+    system_fingerprint: str = Field(max_length=400, description="Weights and numerics.")
+    seed: Seed = Field(description="Seed of the random numbers.")
 
 
 class Resume(RequestBody):

@@ -143,6 +143,7 @@ class TokenChoice:
 
     def __init__(self, index: int) -> None:
         self.index = index
+        self.first: tuple[Delta, ...] = ()
         self.n_tokens = 0
         self.last_token_at: float | None = None
         self.ended: Finished | None = None

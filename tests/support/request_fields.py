@@ -76,8 +76,8 @@ HONORED: dict[str, dict[str, Any]] = {
 """Values that change the generation, by endpoint."""
 ABOUT_THE_RESPONSE = {"model", "user", "request_id", "stream_options"}
 """Honored fields that change the response and not its text."""
-WITH_OTHERS = {"top_logprobs", "tool_choice", "parallel_tool_calls"}
-"""Honored fields of a chat that say something about another field."""
+WITH_OTHERS = {COMPLETIONS: {"resume"}, CHAT: {"top_logprobs", "tool_choice", "parallel_tool_calls"}}
+"""Honored fields that say something about another field, or need one, by endpoint."""
 
 
 def described(field: OtherField) -> str:

@@ -104,7 +104,7 @@ def _meaning(endpoint: str, **fields: Any) -> Any:
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
 def test_honored_fields_change_the_request(endpoint: str) -> None:
     tried = HONORED[endpoint]
-    others = ABOUT_THE_RESPONSE | (WITH_OTHERS if endpoint == CHAT else set())
+    others = ABOUT_THE_RESPONSE | WITH_OTHERS[endpoint]
     assert set(MODELS[endpoint].model_fields) == set(tried) | others
     base = {"max_completion_tokens": None, "vary_equal_prompts": None}
     unchanged = [
@@ -116,6 +116,8 @@ def test_honored_fields_change_the_request(endpoint: str) -> None:
 
 
 def test_fields_about_other_fields_change_the_request() -> None:
+    resume = {"receipt": {"system_fingerprint": "f", "seed": 1}, "choices": [{"text": "a"}]}
+    assert _meaning(COMPLETIONS, stream=True, resume=resume) != _meaning(COMPLETIONS, stream=True)
     tools = HONORED[CHAT]["tools"]
     assert _meaning(CHAT, logprobs=True, top_logprobs=3) != _meaning(CHAT, logprobs=True)
     assert _meaning(CHAT, tools=tools, tool_choice="none") == _meaning(CHAT)
