@@ -46,6 +46,8 @@ TABLE_HEAD = (
 _RATE_HEAD = TABLE_HEAD.replace("streams", "   rate", 1)
 _RATE_SECONDS = 30
 """Length of a level of --rate without --requests."""
+_SENDING_SHARE = 0.75
+"""Of the time limit, in which a rate must have sent its requests on average: the last ones take time, too."""
 _ANSWER_SECONDS = 5
 _KEY, _URL = "INKSTREAM_API_KEY", "INKSTREAM_URL"
 _WARM_UP = -1
@@ -152,6 +154,13 @@ class LoadPlan:
             raise ValueError(f"the variable {_KEY} has characters that no API key has")
         if not 0 < self.seconds <= 86_400:
             raise ValueError("--seconds must be above 0 and at most 86400")
+        for level in self.levels if self.rates else []:
+            if level.rate and (sending := self.requests_for(level) / level.rate) > _SENDING_SHARE * self.seconds:
+                count = self.requests_for(level)
+                raise ValueError(
+                    f"--rate {level.rate:g} takes {sending:.0f} s to send {count} requests: give "
+                    f"--seconds {math.ceil(sending / _SENDING_SHARE)} or fewer --requests"
+                )
 
     @property
     def address(self) -> Address:

@@ -266,7 +266,7 @@ def test_without_flags_the_objective_is_a_second_and_a_tenth() -> None:
     plan, _ = parse_options(["--rate", "0.5,2", "--slo"])
     assert (plan.rates, plan.slo) == ((0.5, 2.0), ServiceLevel(first_token_ms=1000, inter_token_ms=100))
     assert [plan.requests_for(level) for level in plan.levels] == [15, 60]
-    assert parse_options(["--rate", "0.01"])[0].requests_for(LevelProgress(rate=0.01)) == 8
+    assert parse_options(["--rate", "0.2"])[0].requests_for(LevelProgress(rate=0.2)) == 8
     assert parse_options([])[0].slo is None
 
 
@@ -448,6 +448,8 @@ def test_prompt_has_the_requested_words_and_is_deterministic() -> None:
         ("--rate 0", "requests per second above 0"),
         ("--rate 1,x", "not a list of rates"),
         ("--rate 2 --streams 8", "not allowed with"),
+        ("--rate 4,8 --requests 240", "--rate 4 takes 60 s to send 240 requests: give --seconds 80"),
+        ("--rate 0.1", "--rate 0.1 takes 80 s to send 8 requests"),
         ("--rate 2 --requests 0", "--requests must be"),
         ("--slo 5", "not two numbers of milliseconds"),
         ("--slo 0,5", "not two numbers of milliseconds"),
