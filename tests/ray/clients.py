@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 
@@ -29,12 +30,11 @@ class Client:
     end: str = ""
     """done, or why it ended early; empty while it is read."""
 
-    def read(self, url: str) -> None:
+    def read(self, http: httpx.Client) -> None:
         """Reads the response to its end."""
         body = {**BODY, "seed": self.seed}
         try:
-            pieces = {"resuming": completion, "plain": _plain, "v1": _v1, "whole": _whole}[self.kind](url, body)
-            for piece in pieces:
+            for piece in _PIECES[self.kind](http, body):
                 self.text += piece
             self.end = "done"
         except (httpx.HTTPError, OSError, RuntimeError, ValueError, KeyError) as error:
@@ -42,11 +42,12 @@ class Client:
 
 
 class Clients:
-    """Runs clients concurrently, each in a thread of its own."""
+    """Runs clients concurrently, each in a thread of its own. They share what takes long to make: a TLS context."""
 
     def __init__(self, url: str, clients: Sequence[Client]) -> None:
         self.clients = clients
-        self._threads = [threading.Thread(target=client.read, args=[url], daemon=True) for client in clients]
+        http = httpx.Client(base_url=url, timeout=180, limits=httpx.Limits())
+        self._threads = [threading.Thread(target=client.read, args=[http], daemon=True) for client in clients]
         for thread in self._threads:
             thread.start()
 
@@ -63,8 +64,12 @@ class Clients:
         assert all(client.end for client in self.clients), "a client is still reading"
 
 
-def _plain(url: str, body: dict[str, object]) -> Iterator[str]:
-    for name, data in _events(f"{url}/complete", body):
+def _resuming(http: httpx.Client, body: dict[str, Any]) -> Iterator[str]:
+    return completion(str(http.base_url).rstrip("/"), body)
+
+
+def _plain(http: httpx.Client, body: dict[str, Any]) -> Iterator[str]:
+    for name, data in _events(http, "/complete", body):
         if name == "token":
             yield json.loads(data)["text"]
         elif name == "error":
@@ -74,8 +79,8 @@ def _plain(url: str, body: dict[str, object]) -> Iterator[str]:
     raise RuntimeError("the stream was cut")
 
 
-def _v1(url: str, body: dict[str, object]) -> Iterator[str]:
-    for name, data in _events(f"{url}/v1/completions", {**body, "stream": True}):
+def _v1(http: httpx.Client, body: dict[str, Any]) -> Iterator[str]:
+    for name, data in _events(http, "/v1/completions", {**body, "stream": True}):
         if data == b"[DONE]":
             return
         if name:  # else a heartbeat
@@ -83,20 +88,20 @@ def _v1(url: str, body: dict[str, object]) -> Iterator[str]:
     raise RuntimeError("the stream was cut")
 
 
-def _events(url: str, body: dict[str, object]) -> Iterator[tuple[str, bytes]]:
+def _events(http: httpx.Client, path: str, body: dict[str, Any]) -> Iterator[tuple[str, bytes]]:
     parser = EventParser()
-    with httpx.stream("POST", url, json=body, timeout=180) as response:
+    with http.stream("POST", path, json=body) as response:
         response.raise_for_status()
         for chunk in response.iter_bytes():
             for event in parser.feed(chunk):
                 yield event.name, event.data
 
 
-def _whole(url: str, body: dict[str, object]) -> Iterator[str]:
+def _whole(http: httpx.Client, body: dict[str, Any]) -> Iterator[str]:
     ends = time.monotonic() + _RETRY_SECONDS
     while True:
         try:
-            response = httpx.post(f"{url}/complete", json={**body, "stream": False}, timeout=180)
+            response = http.post("/complete", json={**body, "stream": False})
             if response.status_code < 500 or time.monotonic() > ends:
                 yield response.raise_for_status().json()["choices"][0]["text"]
                 return
@@ -104,3 +109,12 @@ def _whole(url: str, body: dict[str, object]) -> Iterator[str]:
             if time.monotonic() > ends:
                 raise
         time.sleep(0.2)
+
+
+_PIECES: Mapping[str, Callable[[httpx.Client, dict[str, Any]], Iterator[str]]] = {
+    "resuming": _resuming,
+    "plain": _plain,
+    "v1": _v1,
+    "whole": _whole,
+}
+"""Kind of client -> the pieces of its text."""

@@ -6,11 +6,13 @@ kill that clients survive which resume must cut them, or no check could fail.
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from tempfile import TemporaryDirectory
 
 import click
 import httpx
@@ -20,7 +22,10 @@ from deploy.ray_serve import build
 from tests.ray.clients import BODY, Client, Clients
 from tests.ray.cluster import URL, TwoNodes, apply_settings, running_replicas, wait_until
 from tests.support import ROOT
+from tests.support.fake_hub import fake_hub
 
+_MODEL = "org/default"
+"""The default weights as a model of the Hub, which every replica downloads by its name."""
 _SCALE_SECONDS = 240.0
 _KINDS = random.Random(0).sample(["resuming", "plain", "v1", "whole"], 24, counts=[12, 4, 4, 4])
 """In no order: Ray may send every second request to the same replica."""
@@ -77,6 +82,7 @@ def check(nodes: TwoNodes) -> list[Row]:
     refuse_arguments_of_the_gateway()
     nodes.deploy()
     nodes.wait_for_replicas(2)
+    assert httpx.get(f"{URL}/v1/models", timeout=20).json()["data"][0]["id"] == _MODEL
     texts: dict[int, str] = {}
     rows = [read_while(lambda: None, "nothing breaks", texts)]
     assert rows[0].whole == rows[0].requests, rows[0]
@@ -143,14 +149,17 @@ def verdict(rows: list[Row]) -> list[str]:
 
 def main() -> int:
     """Returns 0 if every client that resumes got the whole text, and no process is left."""
-    apply_settings(str(ROOT / "weights"))
-    nodes = TwoNodes()
-    try:
-        rows = check(nodes)
-        print(table(rows))
-        wrong = verdict(rows)
-    finally:
-        left = nodes.stop()
+    with fake_hub() as hub, TemporaryDirectory() as home:
+        hub.repositories[_MODEL] = {path.name: path.read_bytes() for path in (ROOT / "weights").iterdir()}
+        os.environ.update(HF_ENDPOINT=hub.url, HF_HOME=home)
+        apply_settings(_MODEL)
+        nodes = TwoNodes()
+        try:
+            rows = check(nodes)
+            print(table(rows))
+            wrong = verdict(rows)
+        finally:
+            left = nodes.stop()
     wrong += [f"still running: {command}" for command in left]
     print("\n".join(wrong) or "every client that resumes got the whole text, and nothing is left running")
     return bool(wrong)
