@@ -19,9 +19,11 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+
+import httpx
 
 _ROOT = Path(__file__).parents[1]
 _FIRST, _TOKENS = 100, 200
@@ -64,26 +66,26 @@ def _wait_ready(url: str, process: subprocess.Popen[bytes]) -> None:
         if process.poll() is not None:
             raise SystemExit("the service ended")
         try:
-            with urllib.request.urlopen(f"{url}/health/ready", timeout=5):
+            if httpx.get(f"{url}/health/ready", timeout=5).status_code == 200:
                 return
-        except OSError:
-            time.sleep(0.1)
+        except httpx.HTTPError:
+            pass
+        time.sleep(0.1)
     raise SystemExit("the service is not ready after a minute")
 
 
-def _stream(url: str, api: str, n_tokens: int) -> Any:
+def _stream(url: str, api: str, n_tokens: int) -> AbstractContextManager[httpx.Response]:
     body = {"prompt": "Once upon a time", "max_tokens": n_tokens, "ignore_eos": True, "seed": 1, "stream": True}
     path = "/complete" if api == "native" else "/v1/completions"
-    request = urllib.request.Request(url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    return urllib.request.urlopen(request, timeout=120)
+    return httpx.stream("POST", url + path, json=body, timeout=120)
 
 
 def _measure(url: str, pids: list[int], api: str) -> None:
     """Streams; records between two events."""
     with _stream(url, api, 400) as response:
         n_events = 0
-        for line in response:
-            if not line.startswith(b"data:"):
+        for line in response.iter_lines():
+            if not line.startswith("data:"):
                 continue
             n_events += 1
             if n_events in (_FIRST, _FIRST + _TOKENS):
@@ -127,7 +129,8 @@ def main() -> None:
         try:
             url = f"http://127.0.0.1:{port}"
             _wait_ready(url, process)
-            _stream(url, args.api, 50).read()
+            with _stream(url, args.api, 50) as response:
+                response.read()
             pids = [process.pid]
             for pid in _children(process.pid):
                 if b"app.engine" in Path(f"/proc/{pid}/cmdline").read_bytes():
