@@ -136,9 +136,9 @@ class EnginePool:
 
     def fail_all(self, error: EngineError) -> None:
         """Ends every open response with an error."""
-        _fail((*self.waiting.values(), *self._suspended.values()), error)
+        self._fail((*self.waiting.values(), *self._suspended.values()), error)
         for engine in self.engines:
-            _fail(engine.responses.values(), error)
+            self._fail(engine.responses.values(), error)
 
     def on_ready(self, index: int) -> None:
         """An engine has loaded; for the replica."""
@@ -191,7 +191,7 @@ class EnginePool:
             _log.error("engine %d is stopped, the others continue: %s", index, reason)
             self._return_all(self.engines[index])
         else:
-            _fail(self.engines[index].responses.values(), error)
+            self._fail(self.engines[index].responses.values(), error)
 
     @property
     def _are_all_stopped(self) -> bool:
@@ -242,15 +242,16 @@ class EnginePool:
             self.waiting[request_id] = response
         self.on_capacity()
 
+    def _fail(self, responses: Iterable[OpenSequences], error: EngineError) -> None:
+        for response in dict.fromkeys(responses):
+            request_ids = response.open_ids
+            response.fail(error)
+            self.cancel(request_ids)
+
     def _stop(self, reason: EngineStopped) -> None:
         if self._stopped is None:
             self._stopped = reason
             self._stopped_event.set()
-
-
-def _fail(responses: Iterable[OpenSequences], error: EngineError) -> None:
-    for response in dict.fromkeys(responses):
-        response.fail(error)
 
 
 def _difference(facts: Sequence[Ready]) -> str:

@@ -218,6 +218,7 @@ class Replica:
             _log.error("request %s is refused: the engine crashed twice while it worked on it", response.requests[0].id)
             response.fail(EngineFailed(_REFUSED))
             self._canary.schedule()
+        self._remove(refused)
         self.pool.on_crash(self._index)
         return CrashOutcome(bool(refused), canary_steps)
 

@@ -261,5 +261,9 @@ def _index(subqueue: _SubQueue, entry: _Entry) -> int:
 
 
 def prompt_tokens(request: Request) -> int:
-    """What the engine reads before the first token; a choice that forks from its leader reads no prompt."""
-    return len(request.generated) + (0 if request.leader else len(request.prompt) + len(request.source))
+    """What the engine reads before the first token.
+
+    A choice that forks from its leader reads no prompt, unless it continues from generated tokens of its own.
+    """
+    is_fork = request.leader is not None and not request.generated
+    return len(request.generated) + (0 if is_fork else len(request.prompt) + len(request.source))

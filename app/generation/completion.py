@@ -198,7 +198,7 @@ class Completion(OpenSequences):
             self._pool.resume(self)
 
     def detach(self) -> None:
-        """The client left: releases the engine, and stops the clock until attach()."""
+        """The client left: releases the engine until attach(). The deadline goes on, the timings do not."""
         self._consumer = None
         self._detached_at = time.monotonic()
         self.incidents.append((self._detached_at, "client disconnected"))
@@ -338,10 +338,13 @@ class Completion(OpenSequences):
             self.state = State.ENDED
 
     def _end_choices(self, finish_reason: str) -> None:
-        for choice in self.choices:
-            if not choice.ended:
-                self.events.extend(choice.finish(finish_reason))
-                self._emit_end(choice)
+        try:
+            for choice in self.choices:
+                if not choice.ended:
+                    self.events.extend(choice.finish(finish_reason))
+                    self._emit_end(choice)
+        except Exception as error:  # its reader must get an end in any case
+            self._fail(error)
 
     @property
     def _longest_silence(self) -> float:

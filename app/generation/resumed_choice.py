@@ -67,15 +67,23 @@ class ResumedChoice(OutputChoice):
         self._known_ids = self._known_ids[len(request.generated) :]
         if self._unsent_ids:
             self._unsent_ids.clear()
-        self.first = self._without_received([replace(delta, ids=()) for delta in deltas])
+        # One delta: completions hold a bounded number of tokens for a client that does not read.
+        fed = Delta(self.index, "".join(delta.text for delta in deltas))
+        self.first = self._without_received([fed] if fed.text else [])
 
     def add(self, event: SampledEvent) -> Sequence[Delta]:
         """See OutputChoice.add()."""
         return self._without_received(super().add(event))
 
     def finish(self, finish_reason: str) -> Sequence[Delta]:
-        """Finishes the choice for a reason outside the text, which may come before the received text is repeated."""
-        return self._without_received(super().finish(finish_reason), is_cut=True)
+        """Finishes the choice for a reason outside the text, which may come before the received text is repeated.
+
+        What a cut text held back cannot be compared with what the client has, so a difference there is none.
+        """
+        try:
+            return self._without_received(super().finish(finish_reason), is_cut=True)
+        except ResumeRefused:
+            return ()
 
     def _without_received(self, deltas: Sequence[Delta], *, is_cut: bool = False) -> Sequence[Delta]:
         """The deltas without what the client has."""

@@ -342,7 +342,8 @@ class HttpProtocol(asyncio.Protocol):
             return
         assert self._receiving
         self._receiving.end_body()
-        self._receiving.keep_alive = not self._is_last
+        if self._is_last:
+            self._receiving.keep_alive = False
         self._phase = ReceivePhase.DONE
         self._has_old_deadline = True
 

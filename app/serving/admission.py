@@ -15,7 +15,7 @@ from app.access.tenant import Tenant
 from app.access.worker_turns import WorkAccount
 from app.common.errors import InvalidRequest, Unavailable
 from app.common.types import Request
-from app.engine_client.request_queue import RequestQueue
+from app.engine_client.request_queue import RequestQueue, prompt_tokens
 from app.generation.completion import Timeouts
 from app.generation.prompt_encoder import tail_length
 from app.generation.request import GenerationRequest, Prompt
@@ -111,9 +111,10 @@ class AdmissionControl:
     def charge(self, reservation: Reservation, request: GenerationRequest, engine_requests: Sequence[Request]) -> None:
         """Replaces the estimate by the exact number of tokens. Raises InvalidRequest, RateLimitExceeded."""
         leaders = [leader for leader in engine_requests if leader.leader is None]
-        prompt_tokens = sum(len(leader.prompt) + len(leader.source) for leader in leaders)
+        # max_tokens includes the tokens from which a resumed choice continues.
+        n_read = sum(prompt_tokens(each) - len(each.generated) for each in engine_requests)
         max_sampled = sum(each.max_tokens for each in engine_requests)
-        reservation.charge(prompt_tokens + max_sampled, time.monotonic())
+        reservation.charge(n_read + max_sampled, time.monotonic())
         if all(isinstance(prompt, str) for prompt in request.prompts) and request.truncate_prompt_tokens is None:
             self._characters = self._characters * _DECAY + sum(map(len, request.prompts))
             self._tokens = self._tokens * _DECAY + sum(len(leader.prompt) for leader in leaders)

@@ -254,17 +254,22 @@ class Service:
 
     async def _run_canary(self) -> bool | None:
         """Whether an engine answers a canary request from the queue; None if the service is busy or not ready."""
-        if (ready := self.engine.ready) is None:
+        engine = self.engine
+        if (ready := engine.ready) is None:
             return None
         canary = Canary(ready, _CANARY_ID)
+        request_ids = canary.open_ids
         try:
             async with asyncio.timeout(_CANARY_SECONDS):
-                self.engine.submit(canary)
+                engine.submit(canary)
                 await canary.wait_answered()
         except (EngineError, TimeoutError) as error:
             return False if isinstance(error, EngineFailed) else None
+        except Exception:
+            _log.exception("the canary request failed")
+            return False
         finally:
-            self.engine.cancel(canary.open_ids)
+            engine.cancel(request_ids)
         return True
 
     async def _compile_grammar(

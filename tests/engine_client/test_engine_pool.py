@@ -17,18 +17,18 @@ from msgspec.structs import replace
 
 from app.api.metrics import EngineState
 from app.common.cpu_topology import Core, EngineShare, Topology
-from app.common.errors import NotReady, QueueFull
+from app.common.errors import EngineFailed, NotReady, QueueFull
 from app.common.ipc import Submit
 from app.common.model_version import Version
 from app.common.settings import Settings
 from app.common.types import Counters, Request, RequestStarted, StepReport
-from app.engine_client.canary import CANARY_ID
+from app.engine_client.canary import CANARY_ID, Canary
 from app.engine_client.prefix_router import PrefixRouter, block_hashes
 from app.engine_client.supervisor import EngineStopped
 from app.generation.completion import MAX_BUFFERED, Completion
 from app.serving.instance_factory import _worker_configs, make_engine_pool
 from tests.support.async_test import async_test
-from tests.support.engine_pool import PoolHarness, expected_tokens, take, tokens_of
+from tests.support.engine_pool import PoolHarness, expected_tokens, ready_message, take, tokens_of
 
 LONG = 400
 _STOPPED = EngineStopped("it crashed three times", 1)
@@ -408,6 +408,35 @@ async def test_after_blaming_a_request_the_engine_runs_a_canary_first() -> None:
     engine.load()
     assert CANARY_ID not in client._responses, "no request was blamed for this crash"
     assert client.replayed == replayed + 2
+
+
+@async_test
+async def test_canary_of_the_service_that_is_refused_leaves_nothing_behind() -> None:
+    """It may be in flight in two crashes, as any request, and nothing but the pool removes it."""
+    harness = PoolHarness(1)
+    engine, client = harness.engines[0], harness.pool.engines[0]
+    canary = Canary(ready_message(), "service canary")
+    harness.pool.submit(canary)
+    engine.deadly = "service canary"
+    for _ in range(2):
+        engine.step()
+        assert engine.ready is None
+        engine.load()
+    assert isinstance(canary.failure, EngineFailed)
+    with pytest.raises(EngineFailed):
+        await canary.wait_answered()
+    stream = harness.submit((1,) * 8)
+    assert harness.texts() == [expected_tokens(stream)]
+    assert not client.n_suspects and _is_empty(harness)
+
+
+@async_test
+async def test_canary_of_the_service_ends_with_the_pool() -> None:
+    harness = PoolHarness(1)
+    canary = Canary(ready_message(), "service canary")
+    harness.pool.submit(canary)
+    harness.pool.fail_all(NotReady("draining", 5))
+    assert isinstance(canary.failure, NotReady) and _is_empty(harness)
 
 
 @async_test

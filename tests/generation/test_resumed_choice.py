@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,11 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.common.errors import ResumeRefused
-from app.common.types import FinishReason, Request, SampledEvent
+from app.common.types import FinishReason, Request, RequestStarted, SampledEvent
+from app.generation.completion import Completion, CompletionTimes, State, Timeouts
 from app.generation.detokenizer import OutputChoice, TextRules
-from app.generation.request import Delta, ReceivedChoice
+from app.generation.request import Delta, Finished, ReceivedChoice
 from app.generation.resumed_choice import ResumedChoice
 from tests.generation.test_detokenizer import _IDS, _PARTS, _RULES, EOS, PIECES, _Table
+from tests.support.async_test import async_test
 
 _TABLE: Any = _Table()
 
@@ -83,3 +87,53 @@ def test_another_text_is_refused(ids: list[int], at: int, is_fed: bool) -> None:
         with pytest.raises(ResumeRefused, match=r"resume\.choices\[0\]") as refused:
             _resumed(ids, rules, whole, n_fed=len(ids) if is_fed else 0, is_scored=False, text=wrong)
         assert refused.value.code == "resume_diverged"
+
+
+class _Pool:
+    """The part of an engine pool that a completion uses."""
+
+    queue: Any = SimpleNamespace(position=lambda _: None)
+
+    def submit(self, _response: Any) -> None:
+        pass
+
+    def cancel(self, _request_ids: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("end", ["cancel", "deadline"])
+@pytest.mark.parametrize(
+    ("text", "rules", "piece"),
+    [("é", TextRules(), b"\xc3"), ("QQQ", TextRules(stops=("o see",)), b"o s")],
+    ids=["half a character", "half a stop string"],
+)
+@async_test
+async def test_end_before_the_received_text_was_compared_is_an_end_and_no_error(
+    end: str, text: str, rules: TextRules, piece: bytes
+) -> None:
+    request = _request([0] * 50)
+    received = ReceivedChoice(name="resume.choices[0]", text=text, token_ids=(), n_logprobs=None)
+    choice = ResumedChoice(received, 0, request, _TABLE, rules, None)
+    choice.feed()
+    timeouts = Timeouts(deadline=0.05 if end == "deadline" else 1000, queue=1000, heartbeat=1000)
+    pool: Any = _Pool()
+    completion = Completion(pool, [request], [choice], timeouts, CompletionTimes())
+    completion.submit()
+    completion.add_start(0.0, RequestStarted("r", 0))
+    completion.add_token("r", 0.0, SampledEvent("r", 0, PIECES.index(piece)))
+    if end == "cancel":
+        assert completion.cancel()
+    for _ in range(1000):
+        if completion.state is State.ENDED:
+            break
+        await asyncio.sleep(0.005)
+    assert completion.failure is None
+    assert completion.events[-1] == Finished(0, "cancelled" if end == "cancel" else "timeout")
+
+
+def test_fed_tokens_make_one_delta() -> None:
+    ids = [PIECES.index(b"o s")] * 1000
+    received = ReceivedChoice(name="resume.choices[0]", text="", token_ids=tuple(ids[:999]), n_logprobs=None)
+    choice = ResumedChoice(received, 0, _request(ids, tuple(ids[:999])), _TABLE, TextRules(), None)
+    choice.feed()
+    assert [delta.text for delta in choice.first] == ["o s" * 999]

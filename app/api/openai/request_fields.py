@@ -148,6 +148,7 @@ OTHER_FIELDS: tuple[OtherField, ...] = (
     _refused("return_logprob", "send logprobs", False),
     _refused("post_sampling_probs", "log-probabilities are the model's own, before sampling: leave it out", False),
     _refused("return_token_ids", "use POST /v1/completions", False, endpoints=_ONLY_CHAT),
+    _refused("resume", "use POST /v1/completions with the rendered prompt", endpoints=_ONLY_CHAT),
     _refused(
         "return_prompt_token_ids return_tokens return_tokens_as_token_ids return_meta_info",
         "send return_token_ids to /v1/completions, and the prompt to POST /tokenize",

@@ -117,6 +117,8 @@ def test_honored_fields_change_the_request(endpoint: str) -> None:
 
 def test_fields_about_other_fields_change_the_request() -> None:
     resume = {"receipt": {"system_fingerprint": "f", "seed": 1}, "choices": [{"text": "a"}]}
+    with pytest.raises(ApiError, match="resume"):
+        check_other_fields(CHAT, {"resume": resume}, ChatRequest.model_fields)
     assert _meaning(COMPLETIONS, stream=True, resume=resume) != _meaning(COMPLETIONS, stream=True)
     tools = HONORED[CHAT]["tools"]
     assert _meaning(CHAT, logprobs=True, top_logprobs=3) != _meaning(CHAT, logprobs=True)
