@@ -27,8 +27,8 @@ class TwoNodes:
     def __init__(self) -> None:
         node = {"num_cpus": 1, "object_store_memory": _STORE_BYTES, "include_dashboard": False}
         self._cluster = Cluster(initialize_head=True, head_node_args=node)
+        ray.init(address=self._cluster.address, log_to_driver=False)  # before there is a node that may be removed
         self._second = self._cluster.add_node(**node)
-        ray.init(address=self._cluster.address, log_to_driver=False)
         # Both nodes share this machine's ports: with a proxy on each, connections would reach either one.
         serve.start(http_options={"host": "127.0.0.1", "port": PORT}, proxy_location="HeadOnly")
 
