@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from tests.support.completion_client import parse_events
-from tests.support.servers import Server
+from tests.support.servers import Server, running_server
 
 pytestmark = pytest.mark.slow
 
@@ -39,9 +40,12 @@ def test_request_repeated_with_its_idempotency_key_gets_the_same_response(server
     assert second.headers["x-request-id"] != first.headers["x-request-id"]
 
 
-def test_key_of_a_running_stream_is_in_use_and_free_once_its_client_has_gone(server: Server) -> None:
+def test_key_of_a_running_stream_is_in_use_and_free_once_its_client_has_gone(tmp_path: Path, weights: Path) -> None:
     headers = {"Idempotency-Key": "a stream that is cut"}
-    with httpx.Client(base_url=server.url, headers=headers, timeout=60) as client:
+    with (
+        running_server(tmp_path, weights, fake_ms=20) as server,  # which the other requests do not outlast
+        httpx.Client(base_url=server.url, headers=headers, timeout=60) as client,
+    ):
         with client.stream("POST", "/complete", json=LONG) as response:
             lines = response.iter_lines()  # its end would close the connection
             next(lines)

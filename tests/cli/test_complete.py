@@ -187,7 +187,7 @@ def test_api_key_is_sent_as_a_bearer_token(
     assert scripted.keys == [None, "Bearer from the environment", "Bearer given", None]
     code, _, error = run("a", "--url", scripted.url, "--api-key", "a\nb")
     assert (code, "keys are printable ASCII" in error) == (2, True)
-    assert scripted.bodies == [{"prompt": "a"}] * 4
+    assert scripted.bodies == [{"prompt": "a", "return_token_ids": True}] * 4
 
 
 def test_url_defaults_to_the_environment_variable(
@@ -195,7 +195,7 @@ def test_url_defaults_to_the_environment_variable(
 ) -> None:
     monkeypatch.setenv("INKSTREAM_URL", scripted.url)
     run("a")
-    assert scripted.bodies == [{"prompt": "a"}]
+    assert scripted.bodies == [{"prompt": "a", "return_token_ids": True}]
     code, _, error = run("a", "--url", "http://127.0.0.1:9")  # the flag wins
     assert (code, "no service answers at http://127.0.0.1:9 " in error) == (2, True)
     monkeypatch.setenv("INKSTREAM_URL", "127.0.0.1")
@@ -208,7 +208,7 @@ def test_several_choices_are_printed_one_after_the_other(scripted: ScriptedServi
     tokens = [("token", {"index": index, "text": text}) for index, text in texts]
     scripted.script_events(("start", {}), *tokens, ("done", DONE))
     assert run("x", "--n", "3", "--url", scripted.url) == (0, "[1 of 3]\naa\n\n\n[2 of 3]\nbb\n\n[3 of 3]\nc\n", "")
-    assert scripted.bodies == [{"prompt": "x", "n": 3}]
+    assert scripted.bodies == [{"prompt": "x", "n": 3, "return_token_ids": True}]
 
 
 def test_error_in_the_middle_is_reported_after_the_partial_output(scripted: ScriptedService, run: Run) -> None:
@@ -256,7 +256,7 @@ def test_missing_prompt_is_an_error(scripted: ScriptedService, run: Run) -> None
     assert scripted.bodies == []
     for prompt in ("-", ""):
         assert run(prompt, "--url", scripted.url) == (0, "x\n", "")
-    assert scripted.bodies == [{"prompt": ""}] * 2, "an explicitly empty prompt is valid"
+    assert scripted.bodies == [{"prompt": "", "return_token_ids": True}] * 2, "an explicitly empty prompt is valid"
 
 
 def test_control_characters_do_not_reach_the_terminal(

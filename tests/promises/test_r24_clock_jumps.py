@@ -33,6 +33,7 @@ READS_WALL_CLOCK = {
     "app/api/openai/responder.py": "timestamps in responses",
     "app/chat/template_worker.py": "the date in chat templates",
     "app/common/logs.py": "timestamps",
+    "app/http/response_cycle.py": "the Date field of responses",
     "app/serving/model_instance.py": "timestamps",
     "app/access/api_keys.py": "expiry dates of keys",
     "app/cli/keys.py": "expiry dates of keys",

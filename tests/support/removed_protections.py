@@ -156,9 +156,10 @@ def _whole_body(_real: Any, parts: Any) -> tuple[bytes, bool]:
     return b"".join(parts), True
 
 
-@_removal("job.other_engine", "app.api.request_handle", "RequestHandle.engine")
-def _newest_engine(_real: Any, handle: Any) -> Any:
-    return handle.service.engine
+@_removal("job.other_engine", "app.api.request_handle", "RequestHandle.attach")
+def _attach_to_the_newest_engine(real: Any, handle: Any) -> None:
+    handle.completion._pool = handle.service.engine
+    real(handle)
 
 
 @_removal("reload.keep_old", "app.serving.hot_reload", "HotReload._retire")
