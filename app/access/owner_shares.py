@@ -1,8 +1,8 @@
 """Shares of owners in a store of limited size: beyond the limit, the owner with the most entries loses one of them.
 
-That is longest queue drop (Suter, Lakshman, Stiliadis and Choudhury, IEEE INFOCOM 1998), for entries that can be taken
-back. Unlike the dynamic threshold in app/common/fair_turns.py, it lets a lone owner fill the store, and two owners end
-with half of it each, whoever came first.
+This is longest queue drop (Suter, Lakshman, Stiliadis and Choudhury, IEEE INFOCOM 1998), for entries that the store may
+drop. Unlike the dynamic threshold in app/common/fair_turns.py, it lets a lone owner fill the store. When a second owner
+fills it, too, both keep half of the store, no matter which of them added entries first.
 """
 
 from __future__ import annotations

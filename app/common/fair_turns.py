@@ -138,7 +138,7 @@ class FairTurns(Generic[_Owner]):
     def _forget_if_idle(self, owner: _Owner, account: _Account) -> None:
         if account.is_waiting or account.open_turns:
             return
-        if not self._order and not self._n_open_turns:  # nobody waited for what the owners have used
+        if not self._order and not self._n_open_turns:  # all owners are idle: earlier usage delayed no other owner
             self._accounts.clear()
             self._debtors.clear()
             self._clock = 0.0

@@ -11,7 +11,6 @@ from app.common.errors import ContextLengthExceeded, InvalidRequest
 from app.common.fault_injection import fault
 from app.common.ipc import Ready
 from app.generation.request import GenerationRequest, Prompt
-from app.generation.token_ids import check_ids
 from app.tokenization.text_encoder import TextEncoder
 from app.tokenization.tokenizer_pool import SLICE, TokenizerPool
 from app.tokenization.tokenizer_sandbox import Part
@@ -66,7 +65,7 @@ class PromptEncoder:
             ids = await self._tokenizer_pool.run(length, lambda: self._ids(source, "plain", "source"), self._account)
         if not ids:
             raise InvalidRequest("this model needs a source: send the text for its encoder", "source")
-        check_ids(ids, context=self.ready.context, vocab_size=self.ready.vocab_size, field="source")
+        _check_ids(ids, context=self.ready.context, vocab_size=self.ready.vocab_size, field="source")
         return tuple(ids)
 
     def _encode_all(self, request: GenerationRequest) -> Generator[None, None, list[EncodedPrompt]]:
@@ -107,7 +106,7 @@ class PromptEncoder:
         start_id = self.tokenizer.start_id(self.ready.start_id)
         if not ids and start_id is None:
             raise InvalidRequest("the prompt is empty, and this model has no token that starts a text", "prompt")
-        check_ids(ids, context=self.ready.context, vocab_size=self.ready.vocab_size, field="prompt")
+        _check_ids(ids, context=self.ready.context, vocab_size=self.ready.vocab_size, field="prompt")
         text = prompt if isinstance(prompt, str) and not truncated else self._text(ids)
         return EncodedPrompt(tuple(ids) or (start_id or 0,), text, truncated, starts if ids else None)
 
@@ -165,3 +164,14 @@ class PromptEncoder:
     def _check_length(self, text: str, field: str) -> None:
         if (min_tokens := self.tokenizer.least_tokens(text)) > self.ready.context:
             raise ContextLengthExceeded(min_tokens, self.ready.context, field, is_least=True)
+
+
+def _check_ids(ids: list[int], *, context: int, vocab_size: int, field: str) -> None:
+    """Raises ContextLengthExceeded for more ids than the context holds, InvalidRequest for an unknown one."""
+    if len(ids) > context:
+        raise ContextLengthExceeded(len(ids), context, field)
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            raise InvalidRequest(
+                f"token id {token} is outside the vocabulary: ids go from 0 to {vocab_size - 1}", field
+            )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -324,7 +323,7 @@ async def test_consumer_is_called_once_per_turn_of_the_event_loop() -> None:
         for number in range(n_reports):
             events = tuple(SampledEvent(name, len(taken) + number + 1, 7) for name in names)
             client.on_report(StepReport(events=events))
-        assert not completion.events or len(completion.events) == 3 * n_reports
+        assert len(completion.events) == 3 * n_reports, "the consumer is not called before the loop's next turn"
         await asyncio.sleep(0)
     assert [len(each) for each in taken] == [3, 12]
 
@@ -402,4 +401,3 @@ async def test_late_events_of_a_released_sequence_are_dropped() -> None:
     client.on_report(StepReport(events=(SampledEvent(name, 3, 7),), started=(RequestStarted(name, 0),)))
     assert completion.state is State.QUEUED
     assert tokens_of(harness.read(completion)) == expected_tokens(completion)
-    assert time.monotonic() - completion.times.submitted < 60
