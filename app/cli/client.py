@@ -21,6 +21,8 @@ _STREAM_SECONDS, _WHOLE_SECONDS, _CANCEL_SECONDS = 60.0, 900.0, 2.0
 _MAY_COME_BACK = (502, 503, 504)
 """Statuses of a service that is starting, or of a proxy in front of one."""
 _RESUME_SECONDS, _RETRY_SECONDS = 60.0, 0.25
+_IDS = "return_token_ids"
+"""Field with which a stream carries what another service needs to go on without computing the text again."""
 _INCOMPLETE = "the stream ended before the text was complete"
 
 
@@ -96,7 +98,7 @@ class Client:
         """
         name = last_id = request_id = ""
         deadline = 0.0  # of the attempts to resume; 0 while the connection holds
-        arrived = _Arrived({**body, "return_token_ids": True})
+        arrived = _Arrived({**body, _IDS: True})
         opening = self._request("POST", "/complete", _STREAM_SECONDS, arrived.body)
         try:
             while True:
@@ -111,6 +113,10 @@ class Client:
                     error: Exception | None = None
                 except (ServiceError, ServiceUnreachable) as failure:
                     error = failure
+                    if not request_id and _IDS in arrived.body and _IDS in str(failure):  # an older service
+                        arrived = _Arrived(body)
+                        opening = self._request("POST", "/complete", _STREAM_SECONDS, arrived.body)
+                        continue
                     if not request_id:
                         raise
                 if name in ("done", "error"):

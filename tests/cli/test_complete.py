@@ -190,6 +190,16 @@ def test_api_key_is_sent_as_a_bearer_token(
     assert scripted.bodies == [{"prompt": "a", "return_token_ids": True}] * 4
 
 
+def test_service_that_does_not_know_return_token_ids_gets_the_request_without_it(
+    scripted: ScriptedService, run: Run
+) -> None:
+    scripted.status, scripted.headers = 400, {"content-type": "application/json"}
+    scripted.parts = [b'{"error": {"message": "return_token_ids: unknown field"}}']
+    code, _, error = run("a", "--url", scripted.url)
+    assert code != 0 and "unknown field" in error
+    assert scripted.bodies == [{"prompt": "a", "return_token_ids": True}, {"prompt": "a"}]
+
+
 def test_url_defaults_to_the_environment_variable(
     scripted: ScriptedService, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
