@@ -16,7 +16,7 @@ from tests.redteam.attack import Budget, Setting, attack
 from tests.redteam.http_client import MalformedResponse, Response
 from tests.redteam.service import INTERNALS
 
-ALLOWED = {200, 400, 404, 405, 408, 413, 415, 429, 503, 504}
+ALLOWED = {200, 400, 404, 405, 408, 409, 413, 415, 429, 503, 504}
 PATH_OR_TRACE = re.compile(r"Traceback|File \"/|/site-packages/|\.py\b|0x[0-9a-f]{8,}|<class ")
 HANG_SECONDS = 25.0
 
