@@ -72,7 +72,7 @@ SHAPES = {
     # 8.2 B: Qwen3-8B.
     "qwen3-8b": replace(
         _llama(36, 4096, 32, 8, 12_288, 151_936, head_dim=128, context=8192, **_rope(1e6), tied_head=False),
-        qk_norm=True,
+        qk_norm="head",
     ),
 }
 

@@ -12,11 +12,12 @@ import msgspec
 from msgspec import Meta
 
 Norm = Literal["rmsnorm", "layernorm", "none"]
-NormPosition = Literal["pre", "post"]
+NormPosition = Literal["pre", "post", "output", "sandwich"]
 Positions = Literal["learned", "sinusoidal", "none"]
-Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
+Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "relu2", "xielu"]
+QkNorm = Literal["none", "head", "width"]
 ScaleBy = Literal["head_dim", "width"]
-RopeKind = Literal["default", "linear", "llama3"]
+RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
 Size = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Positive = Annotated[float, Meta(gt=0, le=2**53)]
@@ -28,6 +29,7 @@ RopeBase = Annotated[float, Meta(ge=1, le=2**53)]
 
 
 MAX_LAYER_KINDS = 64
+MAX_ROPE_FACTORS = 4096
 
 
 class ConfigError(ValueError):
@@ -37,7 +39,7 @@ class ConfigError(ValueError):
 _annotations: Callable[[Any], dict[str, Any]] = functools.cache(partial(get_type_hints, include_extras=True))
 
 
-def _check_fields(config: ModelConfig | LayerKind | Rope, suffix: str = "") -> None:
+def _check_fields(config: ModelConfig | LayerKind | Rope | QueryScale, suffix: str = "") -> None:
     """Checks every field by its annotation. Raises ConfigError."""
     for name, kind in _annotations(type(config)).items():
         _check_value(getattr(config, name), kind, f"{name}{suffix}")
@@ -62,7 +64,10 @@ class Rope:
 
     kind: default: the wavelengths as trained. linear: multiplies every wavelength by `factor` (arXiv:2306.15595).
     llama3: scales wavelengths longer than original_context / low_freq_factor, keeps those shorter than
-    original_context / high_freq_factor, and interpolates between them.
+    original_context / high_freq_factor, and interpolates between them. yarn (arXiv:2309.00071): multiplies wavelengths
+    that fit into original_context less than beta_slow times by `factor`, keeps those that fit more than beta_fast
+    times, and interpolates by dimension. longrope (arXiv:2402.13753): multiplies each wavelength by its own number of
+    long_factors if the served context is longer than original_context, otherwise of short_factors.
     """
 
     theta: RopeBase = 10_000.0
@@ -74,10 +79,37 @@ class Rope:
     low_freq_factor: Positive = 1.0
     high_freq_factor: Positive = 4.0
     original_context: Size = 8192
+    beta_fast: Positive = 32.0
+    beta_slow: Positive = 1.0
+    truncate: bool = True
+    """Whether yarn interpolates between whole dimensions."""
+    attention_factor: Positive = 1.0
+    """Factor of rotated queries and keys (of yarn and longrope): of cosines and sines."""
+    short_factors: tuple[RopeFactor, ...] = ()
+    long_factors: tuple[RopeFactor, ...] = ()
 
     def __post_init__(self) -> None:
         _check_fields(self, " of the rope")
         _require(self.low_freq_factor < self.high_freq_factor, "low_freq_factor must be below high_freq_factor")
+        _require(self.beta_slow <= self.beta_fast, "beta_slow must not be above beta_fast")
+        _require(self.kind != "yarn" or self.theta > 1.0, "yarn needs a theta above 1")
+        counts = {len(self.short_factors), len(self.long_factors)}
+        _require(
+            len(counts) == 1 and max(counts) <= MAX_ROPE_FACTORS and (counts == {0}) == (self.kind != "longrope"),
+            "short_factors and long_factors must have one number for each pair of rotated dimensions, if and only if "
+            f"the kind is longrope, not {len(self.short_factors)} and {len(self.long_factors)}",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueryScale:
+    """Factor of the queries at position p: 1 + beta * ln(1 + floor(p / original_context)) (arXiv:2501.19399)."""
+
+    beta: Positive
+    original_context: Size
+
+    def __post_init__(self) -> None:
+        _check_fields(self, " of the query_scale")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,8 +154,14 @@ class ModelConfig:
     """Added to the variance (layernorm) or mean square (rmsnorm)."""
     norm_bias: bool = False
     """Whether layernorm has a bias."""
+    norm_weight: bool = True
+    """Whether norms have weights; otherwise all are 1."""
+    norm_offset: bool = False
+    """Whether norms multiply by 1 + weight, computed in float32."""
     norm_position: NormPosition = "pre"
-    """pre: x + f(norm(x)); post: norm(x + f(x))."""
+    """pre: x + f(norm(x)); post: norm(x + f(x)); output: x + norm(f(x)); sandwich: x + norm(f(norm(x)))."""
+    embedding_norm: bool = False
+    """Whether a norm follows the embedding."""
     final_norm: bool = True
     """Whether a norm precedes the head."""
     positions: Positions = "none"
@@ -141,16 +179,27 @@ class ModelConfig:
     head_bias: bool = False
     out_projection: bool = True
     """Whether attention has an output projection."""
-    qk_norm: bool = False
-    """RMSNorm over each query and key head (arXiv:2302.05442)."""
+    qk_norm: QkNorm = "none"
+    """RMSNorm over each query and key head (arXiv:2302.05442), or over all queries and over all keys of a token."""
+    qk_norm_after_rope: bool = False
+    """Whether that norm follows the rotation."""
     parallel_residual: bool = False
     """x + attention(norm(x)) + mlp(norm(x)), each with its own norm."""
-    attention_scale: ScaleBy = "head_dim"
-    """Divide the attention scores by the square root of this."""
+    shared_norm: bool = False
+    """Whether the two norms of a parallel residual have the same weights."""
+    attention_scale: ScaleBy | Positive = "head_dim"
+    """Factor of the attention scores; a name divides them by the square root of that size."""
+    attention_soft_cap: Positive | None = None
+    """Attention scores become cap * tanh(scores / cap)."""
+    query_scale: QueryScale | None = None
+    residual_scale: Positive = 1.0
+    """Factor of what attention and feed-forward add to the residual stream."""
     tied_head: bool = True
     """Whether the output projection is the token embedding."""
     embedding_scale: Positive = 1.0
     """Factor of the token embeddings."""
+    logit_scale: Positive = 1.0
+    """Factor of the logits, before the soft cap."""
     logit_soft_cap: Positive | None = None
     """Logits become cap * tanh(logits / cap)."""
     n_encoder_layers: Count = 0
@@ -193,7 +242,27 @@ class ModelConfig:
     @property
     def q_factor(self) -> float:
         """Factor of queries where attention divides scores by sqrt(head_dim), whatever attention_scale says."""
-        return (self.head_dim / self.width) ** 0.5 if self.attention_scale == "width" else 1.0
+        if self.attention_scale == "head_dim":
+            return 1.0
+        by_width = self.attention_scale == "width"
+        return float((self.head_dim / self.width) ** 0.5 if by_width else self.score_factor * self.head_dim**0.5)
+
+    @property
+    def score_factor(self) -> float:
+        """Factor of the attention scores."""
+        if isinstance(self.attention_scale, str):
+            return float((self.head_dim if self.attention_scale == "head_dim" else self.width) ** -0.5)
+        return self.attention_scale
+
+    @property
+    def has_norm_before(self) -> bool:
+        """Whether a norm precedes attention and feed-forward."""
+        return self.norm_position in ("pre", "sandwich")
+
+    @property
+    def has_norm_of_output(self) -> bool:
+        """Whether a norm precedes the addition to the residual stream."""
+        return self.norm_position in ("output", "sandwich")
 
     def _check_combinations(self) -> None:
         heads, kv_heads, head_dim = self.n_heads, self.n_kv_heads, self.head_dim
@@ -203,26 +272,49 @@ class ModelConfig:
                 dim % 2 == 0 and dim <= head_dim,
                 f"a rope rotates pairs: its dim must be even and at most head_dim ({head_dim}), not {dim}",
             )
+        for rope in self.ropes:
+            _require(
+                len(rope.long_factors) in (0, self.rotated_dim(rope) // 2),
+                f"longrope needs {self.rotated_dim(rope) // 2} short_factors and long_factors, one for each pair of "
+                f"rotated dimensions, not {len(rope.long_factors)}",
+            )
         self._check_layer_types()
-        _require(
-            self.norm != "none" or not (self.final_norm or self.norm_position == "post"),
-            "final_norm and norm_position post need a norm, not norm none",
-        )
-        _require(self.norm == "layernorm" or not self.norm_bias, f"norm_bias needs layernorm, not {self.norm}")
+        self._check_norms()
         _require(self.mlp_width > 0 or not self.mlp_bias, "mlp_bias needs a feed-forward (mlp_width above 0)")
         _require(
             not self.parallel_residual or (self.norm_position == "pre" and self.mlp_width > 0),
             "parallel_residual needs norm_position pre and a feed-forward",
         )
+        _require(self.parallel_residual or not self.shared_norm, "shared_norm needs parallel_residual")
         _require(
             self.out_projection or (heads * head_dim == self.width and not self.out_bias),
             f"without out_projection {heads} heads of {head_dim} must add up to the width ({self.width}), without bias",
+        )
+        _require(
+            self.out_projection or (not self.has_norm_of_output and self.residual_scale == 1.0),
+            "without out_projection the norm_position must be pre or post, and the residual_scale 1",
         )
         _require(
             not self.n_encoder_layers
             or not (self.parallel_residual or self.layer_types or self.layer_kinds[0].window is not None),
             "an encoder supports neither parallel_residual nor windows nor several layer_kinds",
         )
+        _require(
+            not self.n_encoder_layers or not (self.query_scale or self.attention_soft_cap),
+            "an encoder supports neither query_scale nor attention_soft_cap",
+        )
+
+    def _check_norms(self) -> None:
+        is_none = self.norm == "none"
+        _require(
+            not (is_none and (self.final_norm or self.embedding_norm or self.norm_position != "pre")),
+            "final_norm, embedding_norm, and any norm_position but pre need a norm, not norm none",
+        )
+        _require(self.norm == "layernorm" or not self.norm_bias, f"norm_bias needs layernorm, not {self.norm}")
+        _require(
+            self.norm_weight or not (self.norm_bias or self.norm_offset), "norm_bias and norm_offset need norm_weight"
+        )
+        _require(self.qk_norm == "head" or not self.qk_norm_after_rope, "qk_norm_after_rope needs qk_norm head")
 
     def _check_layer_types(self) -> None:
         kinds, types = self.layer_kinds, self.layer_types
@@ -240,6 +332,8 @@ class ModelConfig:
         )
 
 
-def check_field(name: str, value: object, key: str, of: type[ModelConfig | LayerKind | Rope] = ModelConfig) -> None:
+def check_field(
+    name: str, value: object, key: str, of: type[ModelConfig | LayerKind | Rope | QueryScale] = ModelConfig
+) -> None:
     """Checks a value for a field of a config, which comes from a file that calls it `key`. Raises ConfigError."""
     _check_value(value, _annotations(of)[name], key)

@@ -11,6 +11,8 @@ A block of a pre-norm decoder (`+` accumulates into the target):
 
     residual -NORM-> normed -LINEAR-> qkv -ROPE_CACHE-> queries -ATTENTION-> normed -LINEAR-> + residual
     residual -NORM-> normed -LINEAR, activation-> hidden -LINEAR-> + residual
+
+Where a norm precedes the addition, the last product of each line goes to a branch: -LINEAR-> branch -NORM-> + residual.
 """
 
 from __future__ import annotations
@@ -20,18 +22,18 @@ from collections.abc import Iterator
 from enum import IntEnum
 from typing import NamedTuple
 
-from model.config import Activation, ModelConfig
+from model.config import Activation, ModelConfig, Norm
 
 
 class Kind(IntEnum):
     """Kind of an operation."""
 
     NORM = 0
-    """Norm of each row; without weights a copy."""
+    """Norm of each row; a copy if the norm is none."""
     LINEAR = 1
     """Product with the first weight, plus the second one, then the activation."""
     ROPE_CACHE = 2
-    """Norms query and key heads if it has weights, rotates them, and writes keys and values to the cache."""
+    """Norms and rotates queries and keys, scales queries, and writes keys and values to the cache."""
     ATTENTION = 3
     """Attention of the layer's queries over its cache."""
     ADD = 4
@@ -53,10 +55,12 @@ class Register(IntEnum):
     HIDDEN = 3
     QUERIES = 4
     PARALLEL_NORMED = 5
-    TOKENS = 6
-    OUTPUT = 7
+    BRANCH = 6
+    """What a norm turns into an addition to the residual stream."""
+    TOKENS = 7
+    OUTPUT = 8
     """Hidden states after the final norm."""
-    LOGITS = 8
+    LOGITS = 9
 
 
 class Weight(NamedTuple):
@@ -81,11 +85,21 @@ class Operation(NamedTuple):
     """Applied to the result."""
     gated: bool = False
     """Whether the result is activation(first half) * second half."""
+    parameters: tuple[Weight, ...] = ()
+    """Of the activation: see ACTIVATION_PARAMETERS."""
+    norm: Norm = "none"
+    """Of NORM."""
+    factor: float = 1.0
+    """Of what LINEAR adds to the residual stream, or writes to a branch."""
 
     @property
     def module(self) -> str:
         """Name of the Decoder's module that holds the weights; empty if it has none."""
         return self.weights[0].name.rpartition(".")[0] if self.weights else ""
+
+
+ACTIVATION_PARAMETERS: dict[Activation, int] = {"xielu": 2}
+"""Activations with parameters, and how many numbers they have in each layer."""
 
 
 class Cost(NamedTuple):
@@ -107,12 +121,13 @@ def decoder_program(config: ModelConfig) -> list[Operation]:
     positions = (Weight("position_embedding", (config.context, width)),) if config.positions == "learned" else ()
     matrix = embedding if config.tied_head else Weight("untied_head", embedding.shape)
     bias = (Weight("head_bias", (config.vocab_size,)),) if config.head_bias else ()
-    norm = _norm_weights(config, "norm") if config.final_norm else ()
+    stream, output = Register.RESIDUAL, Register.OUTPUT
     return [
-        Operation(Kind.EMBED, Register.TOKENS, Register.RESIDUAL, (embedding, *positions)),
+        Operation(Kind.EMBED, Register.TOKENS, stream, (embedding, *positions)),
+        *([_norm(config, "embedding_norm", stream, stream)] if config.embedding_norm else []),
         *_blocks(config, "blocks", config.n_layers, cross=config.n_encoder_layers > 0),
-        Operation(Kind.NORM, Register.RESIDUAL, Register.OUTPUT, norm),
-        Operation(Kind.HEAD, Register.OUTPUT, Register.LOGITS, (matrix, *bias)),
+        _norm(config, "norm", stream, output) if config.final_norm else Operation(Kind.NORM, stream, output),
+        Operation(Kind.HEAD, output, Register.LOGITS, (matrix, *bias)),
     ]
 
 
@@ -120,17 +135,19 @@ def encoder_program(config: ModelConfig) -> list[Operation]:
     """The operations that an encoder has of its own, after the embedding, which it shares with the decoder."""
     if not config.n_encoder_layers:
         return []
-    norm = _norm_weights(config, "encoder_norm") if config.final_norm else ()
-    blocks = _blocks(config, "encoder_blocks", config.n_encoder_layers)
-    return [*blocks, Operation(Kind.NORM, Register.RESIDUAL, Register.OUTPUT, norm)]
+    stream, output = Register.RESIDUAL, Register.OUTPUT
+    return [
+        *_blocks(config, "encoder_blocks", config.n_encoder_layers),
+        _norm(config, "encoder_norm", stream, output) if config.final_norm else Operation(Kind.NORM, stream, output),
+    ]
 
 
-def _norm_weights(config: ModelConfig, name: str) -> tuple[Weight, ...]:
-    """Weights of a norm over the width; none if it does nothing."""
-    if config.norm == "none":
-        return ()
+def _norm(config: ModelConfig, name: str, source: Register, target: Register) -> Operation:
+    """A norm over the width; `norm` none copies."""
     names = ("weight", "bias") if config.norm_bias else ("weight",)
-    return tuple(Weight(f"{name}.{each}", (config.width,)) for each in names)
+    has_weights = config.norm != "none" and config.norm_weight
+    weights = tuple(Weight(f"{name}.{each}", (config.width,)) for each in names) if has_weights else ()
+    return Operation(Kind.NORM, source, target, weights, norm=config.norm)
 
 
 def cost(config: ModelConfig, operation: Operation, context: float) -> Cost:
@@ -158,31 +175,35 @@ def _blocks(config: ModelConfig, name: str, count: int, *, cross: bool = False) 
 
 
 def _block(config: ModelConfig, name: str, *, cross: bool) -> Iterator[Operation]:
-    is_post, is_parallel = config.norm_position == "post", config.parallel_residual
+    is_parallel = config.parallel_residual
     residual, normed, attention = Register.RESIDUAL, Register.NORMED, f"{name}.attention"
-    heads, kv_heads = config.n_heads * config.head_dim, 2 * config.n_kv_heads * config.head_dim
+    heads, kv_heads = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
 
     def before(norm: str, target: Register = normed) -> Operation:
-        return Operation(Kind.NORM, residual, target, () if is_post else _norm_weights(config, f"{name}.{norm}"))
+        if not config.has_norm_before:
+            return Operation(Kind.NORM, residual, target)
+        return _norm(config, f"{name}.{norm}", residual, target)
 
     def after(norm: str) -> Iterator[Operation]:
-        if is_post:
-            yield Operation(Kind.NORM, residual, residual, _norm_weights(config, f"{name}.{norm}"))
+        """What follows a product whose result is added."""
+        if config.has_norm_of_output:
+            yield _norm(config, f"{name}.{norm}_output", Register.BRANCH, residual)._replace(accumulates=True)
+        elif config.norm_position == "post":
+            yield _norm(config, f"{name}.{norm}", residual, residual)
 
     yield before("norm_attention")
     if is_parallel:
-        yield before("norm_mlp", Register.PARALLEL_NORMED)
-    yield _linear(f"{attention}.qkv", normed, Register.QKV, heads + kv_heads, config.width, bias=config.qkv_bias)
-    head_norms = ("q_norm", "k_norm") if config.qk_norm else ()
-    norms = tuple(Weight(f"{attention}.{norm}.weight", (config.head_dim,)) for norm in head_norms)
-    yield Operation(Kind.ROPE_CACHE, Register.QKV, Register.QUERIES, norms)
+        yield before("norm_attention" if config.shared_norm else "norm_mlp", Register.PARALLEL_NORMED)
+    qkv_rows = heads + 2 * kv_heads
+    yield _linear(f"{attention}.qkv", normed, Register.QKV, qkv_rows, config.width, bias=config.qkv_bias)
+    yield Operation(Kind.ROPE_CACHE, Register.QKV, Register.QUERIES, _head_norms(config, attention))
     yield Operation(Kind.ATTENTION, Register.QUERIES, normed)
     yield _out(config, attention)
     yield from after("norm_attention")
     if cross:
         yield before("norm_cross")
         yield _linear(f"{name}.cross.q", normed, Register.QKV, heads, config.width, bias=config.qkv_bias)
-        keys = _linear(f"{name}.cross.kv", normed, normed, kv_heads, config.width, bias=config.qkv_bias)
+        keys = _linear(f"{name}.cross.kv", normed, normed, 2 * kv_heads, config.width, bias=config.qkv_bias)
         yield Operation(Kind.CROSS_ATTENTION, Register.QKV, normed, keys.weights)
         yield _out(config, f"{name}.cross")
         yield from after("norm_cross")
@@ -191,19 +212,40 @@ def _block(config: ModelConfig, name: str, *, cross: bool) -> Iterator[Operation
             yield before("norm_mlp")
         source, rows = Register.PARALLEL_NORMED if is_parallel else normed, config.mlp_width * (1 + config.gated)
         up = _linear(f"{name}.mlp.up", source, Register.HIDDEN, rows, config.width, bias=config.mlp_bias)
-        yield up._replace(activation=config.activation, gated=config.gated)
+        count = ACTIVATION_PARAMETERS.get(config.activation)
+        parameters = (Weight(f"{name}.mlp.activation", (count,)),) if count else ()
+        yield up._replace(activation=config.activation, gated=config.gated, parameters=parameters)
         down = _linear(f"{name}.mlp.down", Register.HIDDEN, residual, config.width, config.mlp_width, config.mlp_bias)
-        yield down._replace(accumulates=True)
+        yield _added(config, down)
         yield from after("norm_mlp")
 
 
+def _head_norms(config: ModelConfig, attention: str) -> tuple[Weight, ...]:
+    """Weights of the norms of queries and keys."""
+    if config.qk_norm == "none" or not config.norm_weight:
+        return ()
+    counts = (config.n_heads, config.n_kv_heads) if config.qk_norm == "width" else (1, 1)
+    sizes = (count * config.head_dim for count in counts)
+    return tuple(
+        Weight(f"{attention}.{name}.weight", (size,)) for name, size in zip(("q_norm", "k_norm"), sizes, strict=True)
+    )
+
+
+def _added(config: ModelConfig, operation: Operation) -> Operation:
+    """Adds the result to the residual stream, or writes it to the branch for the norm that will."""
+    if config.has_norm_of_output:
+        return operation._replace(target=Register.BRANCH, factor=config.residual_scale)
+    return operation._replace(target=Register.RESIDUAL, accumulates=True, factor=config.residual_scale)
+
+
 def _out(config: ModelConfig, attention: str) -> Operation:
-    """Adds what attention computed to the residual stream."""
+    """What attention computed, added to the residual stream."""
     if not config.out_projection:
         return Operation(Kind.ADD, Register.NORMED, Register.RESIDUAL, accumulates=True)
     rows, columns = config.width, config.n_heads * config.head_dim
-    out = _linear(f"{attention}.out", Register.NORMED, Register.RESIDUAL, rows, columns, bias=config.out_bias)
-    return out._replace(accumulates=True)
+    return _added(
+        config, _linear(f"{attention}.out", Register.NORMED, Register.RESIDUAL, rows, columns, config.out_bias)
+    )
 
 
 def _linear(name: str, source: Register, target: Register, rows: int, columns: int, bias: bool) -> Operation:

@@ -13,7 +13,9 @@ Shapes = dict[str, tuple[int, ...]]
 def parameter_shapes(config: ModelConfig) -> Shapes:
     """Shapes of `Decoder(config).state_dict()` (model/nn/transformer.py), in the order of the computation."""
     operations = [*encoder_program(config), *decoder_program(config)]
-    return {weight.name: weight.shape for operation in operations for weight in operation.weights}
+    return {
+        weight.name: weight.shape for operation in operations for weight in (*operation.weights, *operation.parameters)
+    }
 
 
 def count_parameters(config: ModelConfig) -> int:

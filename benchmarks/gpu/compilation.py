@@ -44,7 +44,8 @@ from benchmarks.gpu.conformance import rows as row_checks
 from benchmarks.gpu.parity import LAYOUTS
 from benchmarks.gpu.results import Finding, StageContext, shortened
 from benchmarks.shapes import SHAPES
-from model.config import Activation, LayerKind, ModelConfig, Norm, Rope
+from model.config import Activation, LayerKind, ModelConfig, Norm, QueryScale, Rope
+from model.decoder_program import ACTIVATION_PARAMETERS
 
 SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 """Shared memory that a program may have, by compute capability."""
@@ -67,7 +68,7 @@ def engine_launches(
     for kind in config.layer_kinds:
         shape = attention_checks.Shape(
             n_heads=config.n_heads, n_kv_heads=config.n_kv_heads, head_dim=config.head_dim, block_size=block,
-            lengths=(), window=kind.window,
+            lengths=(), window=kind.window, soft_cap=config.attention_soft_cap,
         )  # fmt: skip
         label = name if len(config.layer_kinds) == 1 else f"{name}, window {kind.window}"
         found |= {
@@ -76,12 +77,13 @@ def engine_launches(
             if splits == 1 or config.context > SPLIT
         }
         rotated = config.rotated_dim(kind.rope)
-        heads = partial(_heads, config.n_heads, config.n_kv_heads, config.head_dim, rotated, dtype)
-        found[f"{label}: heads"] = partial(heads, block, config.qk_norm, kind.rope is not None)
+        heads = partial(_heads, config, rotated, dtype, block, kind.rope is not None)
+        found[f"{label}: heads"] = heads
     for has_delta in (False, True):
         found[f"{name}: norm, {has_delta=}"] = partial(
-            _norm, dtype, config.norm, config.width, has_delta, config.norm_bias
-        )
+            _norm, dtype, config.norm, config.width, has_delta, config.norm_bias,
+            has_weight=config.norm_weight, is_wide=config.norm_offset,
+        )  # fmt: skip
     found[f"{name}: gate"] = partial(_gate, dtype, config.activation, config.mlp_width, config.gated)
     found[f"{name}: sampler"] = partial(_sample, dtype, config.vocab_size)
     found[f"{name}: rows"] = partial(_rows, max_running, table, block)
@@ -112,33 +114,47 @@ def _attention(
     )
     cache = _empty(2, 16, shape.block_size, shape.n_kv_heads, shape.head_dim, dtype=dtype)
     batch = kernels.divide_attention(batch, shape.n_heads, shape.n_kv_heads, shape.head_dim, shape.window)
-    kernels.attention(_empty(8 * tile, shape.n_heads, shape.head_dim, dtype=dtype), cache, batch, shape.window)
+    q_THC = _empty(8 * tile, shape.n_heads, shape.head_dim, dtype=dtype)
+    kernels.attention(q_THC, cache, batch, shape.window, shape.soft_cap)
 
 
 def _heads(
-    heads: int, kv_heads: int, head_dim: int, rotated: int, dtype: torch.dtype, block: int, has_norm: bool,
-    has_rope: bool, kernels: TritonKernels,
-) -> None:  # fmt: skip
-    norm = _empty(head_dim, dtype=dtype) if has_norm else None
+    config: ModelConfig, rotated: int, dtype: torch.dtype, block: int, has_rope: bool, kernels: TritonKernels
+) -> None:
+    """With wide norms of queries and keys, these are kernels of their own."""
+    heads, kv_heads, head_dim = config.n_heads, config.n_kv_heads, config.head_dim
+    norm = _empty(head_dim, dtype=FP32 if config.norm_offset else dtype) if config.qk_norm == "head" else None
     spec = HeadsSpec(
-        n_heads=heads, n_kv_heads=kv_heads, head_dim=head_dim, turned_dim=rotated, q_norm=norm, k_norm=norm
+        n_heads=heads,
+        n_kv_heads=kv_heads,
+        head_dim=head_dim,
+        turned_dim=rotated,
+        q_norm=norm,
+        k_norm=norm,
+        norms_after=config.qk_norm_after_rope,
+        query_scale_P=_empty(99, dtype=FP32) if config.query_scale else None,
     )
     qkv_TX = _empty(8, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
     cache = _empty(2, 16, block, kv_heads, head_dim, dtype=dtype)
     kernels.split_heads(qkv_TX, spec, _ints(8), _empty(99, rotated, dtype=FP32) if has_rope else None, cache, _ints(8))
+    if config.qk_norm == "width":
+        for count in (heads, kv_heads):
+            _norm(dtype, "rmsnorm", count * head_dim, False, False, kernels, has_weight=config.norm_weight)
 
 
 def _norm(
     dtype: torch.dtype, kind: Norm, width: int, has_delta: bool, has_bias: bool, kernels: TritonKernels,
-    has_weight: bool = True,
+    has_weight: bool = True, is_wide: bool = False,
 ) -> None:  # fmt: skip
-    x_TD, weight_D = _empty(8, width, dtype=dtype), _empty(width, dtype=dtype)
-    norm = NormSpec(kind=kind, weight=weight_D if has_weight else None, bias=weight_D if has_bias else None)
+    x_TD, weight_D = _empty(8, width, dtype=dtype), _empty(width, dtype=FP32 if is_wide else dtype)
+    bias_D = _empty(width, dtype=dtype) if has_bias else None
+    norm = NormSpec(kind=kind, weight=weight_D if has_weight else None, bias=bias_D)
     kernels.add_norm(x_TD, x_TD if has_delta else None, norm)
 
 
 def _gate(dtype: torch.dtype, kind: Activation, width: int, is_gated: bool, kernels: TritonKernels) -> None:
-    kernels.gate(_empty(8, width * (1 + is_gated), dtype=dtype), kind, is_gated)
+    parameters = _empty(2, dtype=FP32) if kind in ACTIVATION_PARAMETERS else None
+    kernels.gate(_empty(8, width * (1 + is_gated), dtype=dtype), kind, is_gated, parameters)
 
 
 def _sample(dtype: torch.dtype, vocab: int, kernels: TritonKernels) -> None:
@@ -170,17 +186,25 @@ QUANTIZED: Launches = {
 }
 QWEN3 = SHAPES["qwen3-8b"]
 _WIDE = replace(
-    QWEN3, n_heads=16, n_kv_heads=2, head_dim=256, layer_kinds=(LayerKind(window=4096, rope=Rope()),), qk_norm=False
+    QWEN3, n_heads=16, n_kv_heads=2, head_dim=256, layer_kinds=(LayerKind(window=4096, rope=Rope()),), qk_norm="none"
 )
 _ODD = replace(
     QWEN3, n_heads=6, n_kv_heads=2, head_dim=80, norm="layernorm", norm_bias=True, layer_kinds=(LayerKind(),)
 )
+_CAPPED = replace(_WIDE, norm_offset=True, attention_soft_cap=50.0, norm_position="sandwich", qk_norm="head")
+_CURVED = replace(
+    QWEN3, norm_weight=False, qk_norm_after_rope=True, gated=False, activation="xielu",
+    query_scale=QueryScale(beta=0.1, original_context=8192),
+)  # fmt: skip
 _ALL: Launches = {
     **engine_launches("qwen3", QWEN3),
     **engine_launches("gpt2", SHAPES["A"]),
     **engine_launches("wide", _WIDE, FP16, block=16),
-    **engine_launches("float32", replace(_ODD, qk_norm=False, gated=False, activation="gelu"), FP32, block=48),
+    **engine_launches("float32", replace(_ODD, qk_norm="none", gated=False, activation="gelu"), FP32, block=48),
     **engine_launches("large blocks", replace(QWEN3, gated=False, activation="relu"), FP16, block=128),
+    **engine_launches("capped", _CAPPED),
+    **engine_launches("squared", replace(_ODD, n_heads=8, qk_norm="width", gated=False, activation="relu2")),
+    **engine_launches("curved", _CURVED),
     **QUANTIZED,
 }
 _QWEN3, _GPT2 = (tuple(f"{model}: {what}" for what in ("decode, 2", "prompt, 1")) for model in ("qwen3", "gpt2"))
@@ -193,6 +217,8 @@ _FEW = {
         *("gpt2: norm, has_delta=True", "gpt2: norm, has_delta=False", "wide: decode, 2", "wide: prompt, 1"),
         *("float32: decode, 1", "float32: norm, has_delta=True", "float32: gate"),
         *("large blocks: decode, 2", "large blocks: prompt, 1", "large blocks: gate", *QUANTIZED),
+        *("capped: decode, 2", "capped: prompt, 1", "capped: heads", "capped: norm, has_delta=True"),
+        *("squared: gate", "squared: heads", "curved: gate", "curved: heads", "curved: norm, has_delta=False"),
     ),
     100: (*_QWEN3, "fp8"),
 }

@@ -23,7 +23,7 @@ from benchmarks.engine_driver import random_prompt, request, run_all
 from benchmarks.gpu.engines import build_device_engine
 from benchmarks.gpu.results import Finding, StageContext
 from benchmarks.shapes import SHAPES, decoder_of, random_state, smaller, weights_in_memory
-from model.config import LayerKind, ModelConfig, Rope
+from model.config import LayerKind, ModelConfig, QueryScale, Rope
 from model.nn.reference import logits
 from model.nn.transformer import Decoder
 
@@ -38,7 +38,7 @@ _SIZES: dict[str, Any] = {
 }
 _ROTATED, _UNROTATED = (LayerKind(rope=Rope()),), (LayerKind(),)
 _LLAMA = replace(SHAPES["8b"], n_kv_heads=2, layer_kinds=_ROTATED, **_SIZES)
-_ODD = replace(_LLAMA, n_kv_heads=1, head_dim=128, qk_norm=True, logit_soft_cap=30.0)
+_ODD = replace(_LLAMA, n_kv_heads=1, head_dim=128, qk_norm="head", logit_soft_cap=30.0)
 _POST_NORM = replace(_LLAMA, norm="layernorm", norm_position="post", final_norm=False, activation="relu", gated=False)
 LAYOUTS = {
     "llama": _LLAMA,
@@ -54,6 +54,21 @@ LAYOUTS = {
         _LLAMA, parallel_residual=True, layer_kinds=(LayerKind(rope=Rope(dim=32)),), activation="gelu", gated=False
     ),
 }
+LAYOUTS |= {
+    "sandwich, (1 + w), scores capped": replace(
+        _ODD, norm_position="sandwich", norm_offset=True, attention_soft_cap=20.0, attention_scale=0.05
+    ),
+    "output norms, wide head norms, squared relu": replace(
+        _LLAMA, norm_position="output", qk_norm="width", activation="relu2", gated=False, residual_scale=0.5
+    ),
+    "norms without weights, heads normed after the rotation, xIELU": replace(
+        _ODD, norm_weight=False, qk_norm_after_rope=True, activation="xielu", gated=False, embedding_norm=True,
+        logit_scale=0.5, query_scale=QueryScale(beta=0.3, original_context=500),
+    ),
+    "parallel with one norm": replace(
+        _LLAMA, norm="layernorm", parallel_residual=True, shared_norm=True, layer_kinds=_ROTATED
+    ),
+}  # fmt: skip
 _LOGPROB_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.3}
 """Tolerance of a log-probability; on a CPU, torch's were off by 8.1e-6 and 0.10 at most."""
 _TIE_TOLERANCE = 1e-3

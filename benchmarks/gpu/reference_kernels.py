@@ -8,6 +8,8 @@ interface.py; N tokens of a tile, G = H / K, L positions.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,19 +20,23 @@ from app.engine.gpu.kernels.sampling_table import SamplingTable
 from app.engine.sampling import parameters as layout
 from app.engine.sampling.sampler import ADJUSTMENTS, FILTERS, GREEDY, RowParameters, draw_tokens, philox, score
 from model.config import Activation
-from model.nn.layers import ACTIVATIONS, rotate
+from model.nn.layers import ACTIVATIONS, rotate, xielu
 
 _STAGES = frozenset({GREEDY, *(stage.name for stage in ADJUSTMENTS + FILTERS)}) - {"min_tokens"}
 """All but that: the mask of a resident row lacks the tokens that end the text."""
 
 
-def attention(q_THC: Tensor, layer_cache: Tensor, batch: AttentionBatch, window: int | None) -> Tensor:
+def attention(
+    q_THC: Tensor, layer_cache: Tensor, batch: AttentionBatch, window: int | None, soft_cap: float | None = None
+) -> Tensor:
     """See Kernels.attention."""
     n_kv_heads, head_dim = layer_cache.shape[3:]
     tokens_XN, positions_XN, valid_XN = _tile_tokens(batch, len(q_THC))
     k_XLKC, v_XLKC, visible_XL = _keys_and_values(layer_cache, batch, window)
     q_XNKGC = q_THC.double()[tokens_XN.clamp(max=len(q_THC) - 1)].unflatten(2, (n_kv_heads, -1))
     scores_XKGNL = torch.einsum("xnkgc,xlkc->xkgnl", q_XNKGC, k_XLKC) * head_dim**-0.5
+    if soft_cap is not None:
+        scores_XKGNL = soft_cap * torch.tanh(scores_XKGNL / soft_cap)
     visible_XNL = _visible(positions_XN, visible_XL, window) & valid_XN[:, :, None]
     scores_XKGNL = scores_XKGNL.masked_fill(~visible_XNL[:, None, None], float("-inf"))
     weights_XKGNL = scores_XKGNL.softmax(-1).nan_to_num(0.0)  # padding tokens attend to nothing
@@ -189,25 +195,35 @@ class ReferenceKernels:
         """See Kernels.split_heads."""
         heads_TNC = qkv_TX.unflatten(1, (-1, spec.head_dim))
         q_THC, k_TKC, v_TKC = heads_TNC.split((spec.n_heads, spec.n_kv_heads, spec.n_kv_heads), dim=1)
-        if spec.q_norm is not None:
-            q_THC = _rms_norm(q_THC, spec.q_norm, spec.eps)
-        if spec.k_norm is not None:
-            k_TKC = _rms_norm(k_TKC, spec.k_norm, spec.eps)
+        if not spec.norms_after:
+            q_THC, k_TKC = _normed_heads(q_THC, k_TKC, spec)
         if rope_PC is not None:
             cos_T1F, sin_T1F = rope_PC[positions_T.long()].unsqueeze(1).chunk(2, dim=-1)
             q_THC, k_TKC = rotate(q_THC, cos_T1F, sin_T1F), rotate(k_TKC, cos_T1F, sin_T1F)
+        if spec.norms_after:
+            q_THC, k_TKC = _normed_heads(q_THC, k_TKC, spec)
+        if spec.query_scale_P is not None:
+            q_THC = (q_THC * spec.query_scale_P[positions_T.long()][:, None, None]).to(k_TKC.dtype)
         for half_XKC, new_TKC in zip(layer_cache.flatten(1, 2), (k_TKC, v_TKC), strict=True):
             _write_cache(half_XKC, slots_T, new_TKC)
         factored_THC: Tensor = q_THC.contiguous() if spec.q_factor == 1.0 else q_THC * spec.q_factor
         return factored_THC
 
-    def gate(self, hidden_TX: Tensor, activation: Activation, gated: bool) -> Tensor:
+    def gate(self, hidden_TX: Tensor, activation: Activation, gated: bool, parameters: Tensor | None = None) -> Tensor:
         """See Kernels.gate."""
-        function = ACTIVATIONS[activation]
+        function = ACTIVATIONS[activation] if parameters is None else partial(xielu, curvature_2=parameters)
         if not gated:
             return function(hidden_TX.double()).to(hidden_TX.dtype)
         gate_TF, up_TF = hidden_TX.chunk(2, dim=-1)
         return function(gate_TF.double()).to(hidden_TX.dtype) * up_TF
+
+
+def _normed_heads(q_THC: Tensor, k_TKC: Tensor, spec: HeadsSpec) -> tuple[Tensor, Tensor]:
+    if spec.q_norm is not None:
+        q_THC = _rms_norm(q_THC, spec.q_norm, spec.eps)
+    if spec.k_norm is not None:
+        k_TKC = _rms_norm(k_TKC, spec.k_norm, spec.eps)
+    return q_THC, k_TKC
 
 
 def _rms_norm(x_TX: Tensor, weight: Tensor | None, eps: float) -> Tensor:

@@ -81,7 +81,7 @@ def _read_qwen2(raw: Raw) -> ModelConfig:
 def _read_qwen3(raw: Raw) -> ModelConfig:
     bias = _attention_bias(raw)
     dialect = {"qkv_bias": bias, "out_bias": bias, "head_dim": raw.get("head_dim") or 128}
-    return _read(raw, default_kv_heads=32, qk_norm=True, window=_qwen_window(raw), **dialect)
+    return _read(raw, default_kv_heads=32, qk_norm="head", window=_qwen_window(raw), **dialect)
 
 
 def _qwen_window(raw: Raw) -> int | None:

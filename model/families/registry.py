@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, asdict, fields
 from typing import Any
 
-from model.config import MAX_LAYER_KINDS, ConfigError, LayerKind, ModelConfig, Rope
+from model.config import MAX_LAYER_KINDS, ConfigError, LayerKind, ModelConfig, QueryScale, Rope
 from model.families.gpt2 import GPT2
 from model.families.gpt_neox import GPT_NEOX
 from model.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
@@ -30,6 +30,10 @@ def _read_native(raw: Raw) -> ModelConfig:
     if missing := sorted(required - raw.keys()):
         raise ConfigError(f"keys are missing: {', '.join(missing)}")
     values = {name: value for name, value in raw.items() if name in _FIELDS}
+    if values.get("query_scale") is not None:
+        values["query_scale"] = QueryScale(**_read_object(values["query_scale"], QueryScale, "query_scale"))
+    if isinstance(values.get("qk_norm"), bool):  # versions up to 0.2
+        values["qk_norm"] = "head" if values["qk_norm"] else "none"
     if not isinstance(values["layer_kinds"], list | tuple):
         raise ConfigError(f"layer_kinds must be a list, not {values['layer_kinds']!r:.40}")
     if len(values["layer_kinds"]) > MAX_LAYER_KINDS:  # each takes time to check
@@ -46,11 +50,13 @@ def _read_native(raw: Raw) -> ModelConfig:
 def _read_layer_kind(raw: object) -> LayerKind:
     values = _read_object(raw, LayerKind, "an entry of layer_kinds")
     if values.get("rope") is not None:
-        values["rope"] = Rope(**_read_object(values["rope"], Rope, "the rope of a layer kind"))
+        rope = _read_object(values["rope"], Rope, "the rope of a layer kind")
+        lists = {name: tuple(value) for name, value in rope.items() if isinstance(value, list)}
+        values["rope"] = Rope(**{**rope, **lists})
     return LayerKind(**values)
 
 
-def _read_object(raw: object, of: type[LayerKind | Rope], what: str) -> dict[str, Any]:
+def _read_object(raw: object, of: type[LayerKind | Rope | QueryScale], what: str) -> dict[str, Any]:
     """Values by the names of fields. Raises ConfigError."""
     if not isinstance(raw, Mapping):
         raise ConfigError(f"{what} must be an object, not {raw!r:.40}")

@@ -115,8 +115,17 @@ _ACTIVATIONS: dict[str, Activation] = {
     "gelu_fast": "gelu_tanh",
     "silu": "silu",
     "swish": "silu",
+    "relu2": "relu2",
 }
-ACTIVATION_NAMES: dict[Activation, str] = {"relu": "relu", "gelu": "gelu", "gelu_tanh": "gelu_new", "silu": "silu"}
+"""Of activations without parameters: no family reads others by their name alone."""
+ACTIVATION_NAMES: dict[Activation, str] = {
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu_tanh": "gelu_new",
+    "silu": "silu",
+    "relu2": "relu2",
+    "xielu": "xielu",
+}
 
 
 def activation(name: object) -> Activation:

@@ -33,11 +33,13 @@ class CrossAttend(Protocol):
 class CausalAttend:
     """Causal attention over concatenated sequences of equal length, by torch's scaled_dot_product_attention."""
 
-    def __init__(self, length: int, windows: Sequence[int | None]) -> None:
+    def __init__(self, length: int, windows: Sequence[int | None], soft_cap: float | None = None) -> None:
         self.length = length
         """Tokens of each sequence; T is a multiple of it."""
         self.windows = windows
         """ModelConfig.windows."""
+        self.soft_cap = soft_cap
+        """ModelConfig.attention_soft_cap."""
 
     def __call__(self, layer: int, q_THC: Tensor, k_TKC: Tensor, v_TKC: Tensor) -> Tensor:
         group = q_THC.shape[1] // k_TKC.shape[1]
@@ -48,14 +50,27 @@ class CausalAttend:
         q_BHNC, k_BKNC, v_BKNC = (
             x.to(v_TKC.dtype).unflatten(0, (-1, self.length)).transpose(1, 2) for x in (q_THC, k_TKC, v_TKC)
         )
-        seen_NN = None
-        if (window := self.windows[layer]) is not None:
-            positions_N1 = torch.arange(self.length, device=q_THC.device)[:, None]
-            seen_NN = ~masked_positions(positions_N1, self.length, window)
+        positions_N1 = torch.arange(self.length, device=q_THC.device)[:, None]
+        window = self.windows[layer]
+        if self.soft_cap is not None:
+            hidden_NN = masked_positions(positions_N1, self.length, window)
+            out_BHNC = _capped_attention(q_BHNC, k_BKNC, v_BKNC, hidden_NN, self.soft_cap)
+            return out_BHNC.transpose(1, 2).flatten(0, 1)
+        seen_NN = None if window is None else ~masked_positions(positions_N1, self.length, window)
         out_BHNC = F.scaled_dot_product_attention(
             q_BHNC, k_BKNC, v_BKNC, attn_mask=seen_NN, is_causal=seen_NN is None, enable_gqa=shares
         )
         return out_BHNC.transpose(1, 2).flatten(0, 1)
+
+
+def _capped_attention(q_BHNC: Tensor, k_BKNC: Tensor, v_BKNC: Tensor, hidden_NN: Tensor, cap: float) -> Tensor:
+    """[B, H, N, C], with scores of cap * tanh(scores / cap), which torch's function lacks."""
+    group = q_BHNC.shape[1] // k_BKNC.shape[1]
+    k_BHNC, v_BHNC = (x_BKNC.repeat_interleave(group, 1) for x_BKNC in (k_BKNC, v_BKNC))
+    scores_BHNN = (q_BHNC @ k_BHNC.transpose(2, 3)).float() * q_BHNC.shape[-1] ** -0.5
+    scores_BHNN = (cap * torch.tanh(scores_BHNN / cap)).masked_fill(hidden_NN, float("-inf"))
+    out_BHNC: Tensor = scores_BHNN.softmax(-1).to(v_BHNC.dtype) @ v_BHNC
+    return out_BHNC
 
 
 class EncoderAttend:

@@ -49,7 +49,32 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "gelu": partial(row_invariant, F.gelu),
     "gelu_tanh": partial(row_invariant, partial(F.gelu, approximate="tanh")),
     "silu": partial(row_invariant, F.silu),
+    "relu2": lambda x: F.relu(x).square(),
 }
+"""Activations without parameters."""
+_XIELU_BETA = 0.5
+
+
+def activate(name: Activation, x_TF: Tensor, parameters: Tensor | None = None) -> Tensor:
+    """The activation of this name. parameters: those of ACTIVATION_PARAMETERS in model/decoder_program.py."""
+    return ACTIVATIONS[name](x_TF) if parameters is None else xielu(x_TF, activation_parameters(parameters))
+
+
+def activation_parameters(parameters_2: Tensor) -> Tensor:
+    """[2] float32: the curvature of xIELU right and left of 0, from the weights."""
+    return F.softplus(parameters_2.float()) + parameters_2.new_tensor((0.0, _XIELU_BETA), dtype=torch.float32)
+
+
+def xielu(x_TF: Tensor, curvature_2: Tensor) -> Tensor:
+    """The activation of arXiv:2411.13010, computed in float32, or in float64 if x is."""
+    wide_TF = x_TF if x_TF.dtype == torch.float64 else x_TF.float()
+
+    def negative(part_TF: Tensor) -> Tensor:
+        return torch.expm1(part_TF) - part_TF
+
+    right, left = curvature_2.unbind()
+    curve_TF = row_invariant(negative, wide_TF.clamp(max=0.0)) * left
+    return (torch.where(wide_TF > 0, right * wide_TF * wide_TF, curve_TF) + _XIELU_BETA * wide_TF).to(x_TF.dtype)
 
 
 class FastModule(nn.Module):
@@ -81,18 +106,23 @@ class Linear(FastModule):
 
 
 class RMSNorm(FastModule):
-    """x / root mean square, scaled."""
+    """x / root mean square, scaled by the weight, by 1 + weight, or not at all."""
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, *, has_weight: bool = True, offset: bool = False) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(size))
+        self.weight = nn.Parameter(torch.empty(size)) if has_weight else None
+        self.shape = (size,)
         self.eps = eps
+        self.offset = offset
 
     def forward(self, x: Tensor) -> Tensor:
-        if torch.is_grad_enabled() and x.is_cpu and not torch.compiler.is_compiling():
+        if self.offset and self.weight is not None:
+            offset_normed = F.rms_norm(x.float(), self.shape, None, self.eps) * (1.0 + self.weight.float())
+            return offset_normed.to(x.dtype)
+        if self.weight is not None and torch.is_grad_enabled() and x.is_cpu and not torch.compiler.is_compiling():
             normed: Tensor = _RMSNormWithGradient.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
             return normed
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return F.rms_norm(x, self.shape, self.weight, self.eps)
 
 
 class _RMSNormWithGradient(Function):
@@ -121,16 +151,21 @@ class _RMSNormWithGradient(Function):
 
 
 class LayerNorm(FastModule):
-    """(x - mean) / standard deviation, scaled and optionally shifted."""
+    """(x - mean) / standard deviation, scaled as by RMSNorm, and optionally shifted."""
 
-    def __init__(self, size: int, eps: float, *, bias: bool) -> None:
+    def __init__(self, size: int, eps: float, *, bias: bool, has_weight: bool = True, offset: bool = False) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(size))
+        self.weight = nn.Parameter(torch.empty(size)) if has_weight else None
         self.bias = nn.Parameter(torch.empty(size)) if bias else None
+        self.shape = (size,)
         self.eps = eps
+        self.offset = offset
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+        if self.offset and self.weight is not None:
+            bias = None if self.bias is None else self.bias.float()
+            return F.layer_norm(x.float(), self.shape, 1.0 + self.weight.float(), bias, self.eps).to(x.dtype)
+        return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
 
 
 def cache_attributes(module: nn.Module) -> None:
@@ -145,12 +180,21 @@ def cache_attributes(module: nn.Module) -> None:
 
 def make_norm(config: ModelConfig) -> nn.Module:
     """The norm of `config` over the width."""
+    options = {"has_weight": config.norm_weight, "offset": config.norm_offset}
     match config.norm:
         case "rmsnorm":
-            return RMSNorm(config.width, config.norm_eps)
+            return RMSNorm(config.width, config.norm_eps, **options)
         case "layernorm":
-            return LayerNorm(config.width, config.norm_eps, bias=config.norm_bias)
+            return LayerNorm(config.width, config.norm_eps, bias=config.norm_bias, **options)
     return nn.Identity()
+
+
+def make_head_norm(config: ModelConfig, n_heads: int) -> RMSNorm | None:
+    """The norm of queries or keys, which are `n_heads` heads."""
+    if config.qk_norm == "none":
+        return None
+    size = config.head_dim * (n_heads if config.qk_norm == "width" else 1)
+    return RMSNorm(size, config.norm_eps, has_weight=config.norm_weight, offset=config.norm_offset)
 
 
 # Shape legend: T tokens, N heads, C head_dim, F half of the rotated dimensions.

@@ -39,7 +39,7 @@ def generate(
 def logits(decoder: Decoder, tokens: list[int], *, source: list[int] | None = None) -> Tensor:
     """Float32 logits [T, V] of the token that follows each of `tokens`."""
     device, cross = decoder.embedding.device, None
-    attend = CausalAttend(len(tokens), decoder.config.windows)
+    attend = CausalAttend(len(tokens), decoder.config.windows, decoder.config.attention_soft_cap)
     if source is not None:
         source_BS = torch.tensor([source], device=device)
         cross = read_sources(decoder, source_BS, torch.ones_like(source_BS, dtype=torch.bool))

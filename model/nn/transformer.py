@@ -11,28 +11,38 @@ head_dim, F mlp_width, V vocabulary, S tokens of a source, or rows that need log
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.config import ModelConfig, Rope
+from model.decoder_program import ACTIVATION_PARAMETERS
 from model.nn.attention import Attend, CrossAttend
 from model.nn.layers import (
-    ACTIVATIONS,
     FastModule,
     Linear,
     RMSNorm,
+    activate,
+    make_head_norm,
     make_norm,
     product,
     rotate,
 )
-from model.positions import rope_table, sinusoid_table
+from model.positions import query_scale_table, rope_table, sinusoid_table
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines [T, 1, half of the rotated dimensions] of the step's positions."""
-Rotations = tuple[Rotation | None, ...]
-"""For each of ModelConfig.ropes; then None, for layers without."""
+
+
+class PositionFactors(NamedTuple):
+    """What attention multiplies queries and keys by, at the positions of a step."""
+
+    rotations: tuple[Rotation | None, ...]
+    """For each of ModelConfig.ropes; then None, for layers without."""
+    query_scale_T11: Tensor | None
+    """Of ModelConfig.query_scale."""
 
 
 class Block(FastModule):
@@ -40,34 +50,56 @@ class Block(FastModule):
 
     def __init__(self, config: ModelConfig, layer: int, *, cross: bool = False) -> None:
         super().__init__()
-        self.post_norm = config.norm_position == "post"
-        self.parallel = config.parallel_residual
+        self.is_pre, self.is_post = config.has_norm_before, config.norm_position == "post"
+        self.parallel, self.residual_scale = config.parallel_residual, config.residual_scale
         rope = config.layer_kind(layer).rope
         self.rope = config.ropes.index(rope) if rope else -1
-        self.norm_attention = make_norm(config)
-        self.attention = Attention(config, layer)
-        self.norm_cross = make_norm(config) if cross else None
-        self.cross = CrossAttention(config, layer) if cross else None
-        self.norm_mlp = make_norm(config) if config.mlp_width else None
-        self.mlp = FeedForward(config) if config.mlp_width else None
 
-    def forward(self, x_TD: Tensor, rotations: Rotations, attend: Attend, cross: CrossAttend | None = None) -> Tensor:
-        rotation = rotations[self.rope]
-        if self.parallel and self.norm_mlp and self.mlp:
-            attended_TD = self.attention(self.norm_attention(x_TD), rotation, attend)
-            added_TD: Tensor = x_TD + attended_TD + self.mlp(self.norm_mlp(x_TD))
+        def norms(sublayer: nn.Module | None) -> tuple[nn.Module | None, nn.Module | None]:
+            """The norm before the sublayer or after the sum, and the norm of its output."""
+            has_norm = sublayer and (self.is_pre or self.is_post)
+            return make_norm(config) if has_norm else None, make_norm(config) if sublayer and has_output_norm else None
+
+        has_output_norm = config.has_norm_of_output
+        self.attention = Attention(config, layer)
+        self.norm_attention, self.norm_attention_output = norms(self.attention)
+        self.cross = CrossAttention(config, layer) if cross else None
+        self.norm_cross, self.norm_cross_output = norms(self.cross)
+        self.mlp = FeedForward(config) if config.mlp_width else None
+        self.norm_mlp, self.norm_mlp_output = norms(None if config.shared_norm else self.mlp)
+
+    def forward(
+        self, x_TD: Tensor, factors: PositionFactors, attend: Attend, cross: CrossAttend | None = None
+    ) -> Tensor:
+        def attention(y_TD: Tensor) -> Tensor:
+            attended_TD: Tensor = self.attention(y_TD, factors.rotations[self.rope], factors.query_scale_T11, attend)
+            return attended_TD
+
+        norm = self.norm_attention
+        if self.parallel and self.mlp and norm:
+            attended_TD = self._scaled(attention(norm(x_TD)))
+            added_TD: Tensor = x_TD + attended_TD + self._scaled(self.mlp((self.norm_mlp or norm)(x_TD)))
             return added_TD
-        x_TD = self._add(x_TD, self.norm_attention, lambda y_TD: self.attention(y_TD, rotation, attend))
-        if self.norm_cross and self.cross:
-            attention = self.cross
-            x_TD = self._add(x_TD, self.norm_cross, lambda y_TD: attention(y_TD, cross))
-        if self.norm_mlp and self.mlp:
-            x_TD = self._add(x_TD, self.norm_mlp, self.mlp)
+        x_TD = self._add(x_TD, norm, attention, self.norm_attention_output)
+        if cross_attention := self.cross:
+            x_TD = self._add(x_TD, self.norm_cross, lambda y_TD: cross_attention(y_TD, cross), self.norm_cross_output)
+        if self.mlp:
+            x_TD = self._add(x_TD, self.norm_mlp, self.mlp, self.norm_mlp_output)
         return x_TD
 
-    def _add(self, x_TD: Tensor, norm: nn.Module, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
-        added_TD: Tensor = norm(x_TD + sublayer(x_TD)) if self.post_norm else x_TD + sublayer(norm(x_TD))
-        return added_TD
+    def _add(
+        self,
+        x_TD: Tensor,
+        norm: nn.Module | None,
+        sublayer: Callable[[Tensor], Tensor],
+        norm_output: nn.Module | None,
+    ) -> Tensor:
+        added_TD = self._scaled(sublayer(norm(x_TD) if self.is_pre and norm else x_TD))
+        x_TD = x_TD + (norm_output(added_TD) if norm_output else added_TD)
+        return norm(x_TD) if self.is_post and norm else x_TD
+
+    def _scaled(self, x_TD: Tensor) -> Tensor:
+        return x_TD if self.residual_scale == 1.0 else x_TD * self.residual_scale
 
 
 class Attention(FastModule):
@@ -80,24 +112,42 @@ class Attention(FastModule):
         self.q_factor = config.q_factor
         n_rows = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim
         self.qkv = Linear(n_rows, config.width, bias=config.qkv_bias)
-        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.q_norm, self.k_norm = (make_head_norm(config, count) for count in (config.n_heads, config.n_kv_heads))
+        self.norms_after = config.qk_norm_after_rope
         self.out = _out_projection(config)
 
-    def forward(self, x_TD: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
-        heads_TNC = self.qkv(x_TD).view(len(x_TD), -1, self.head_dim)
+    def forward(
+        self, x_TD: Tensor, rotation: Rotation | None, query_scale_T11: Tensor | None, attend: Attend
+    ) -> Tensor:
+        attended_TD = attend(self.layer, *self.split_heads(self.qkv(x_TD), rotation, query_scale_T11)).flatten(1)
+        return attended_TD if self.out is None else self.out(attended_TD)
+
+    def split_heads(
+        self, qkv_TX: Tensor, rotation: Rotation | None, query_scale_T11: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [T, H, C], which are scaled, and keys and values [T, K, C]: what `qkv` computed, normed, rotated."""
+        heads_TNC = qkv_TX.view(len(qkv_TX), -1, self.head_dim)
         qk_TNC, v_TKC = heads_TNC.tensor_split((self.n_heads + self.n_kv_heads,), dim=1)
-        if rotation and not self.q_norm:
+        norms_first = self.q_norm and not self.norms_after
+        if rotation and not norms_first:
             qk_TNC = rotate(qk_TNC, *rotation)
         q_THC, k_TKC = qk_TNC.tensor_split((self.n_heads,), dim=1)
         if self.q_norm and self.k_norm:
-            q_THC, k_TKC = self.q_norm(q_THC), self.k_norm(k_TKC)
-            if rotation:
-                q_THC, k_TKC = rotate(q_THC, *rotation), rotate(k_TKC, *rotation)
+            q_THC, k_TKC = _normed(self.q_norm, q_THC), _normed(self.k_norm, k_TKC)
+        if rotation and norms_first:
+            q_THC, k_TKC = rotate(q_THC, *rotation), rotate(k_TKC, *rotation)
+        if query_scale_T11 is not None:
+            q_THC = (q_THC * query_scale_T11).to(k_TKC.dtype)
         if self.q_factor != 1.0:
             q_THC = q_THC * self.q_factor
-        attended_TD = attend(self.layer, q_THC, k_TKC, v_TKC).flatten(1)
-        return attended_TD if self.out is None else self.out(attended_TD)
+        return q_THC, k_TKC, v_TKC
+
+
+def _normed(norm: RMSNorm, heads_TNC: Tensor) -> Tensor:
+    """Each head normed, or all heads of a token together, as the norm has numbers."""
+    together = norm.shape[0] != heads_TNC.shape[-1]
+    normed: Tensor = norm(heads_TNC.reshape(len(heads_TNC), -1) if together else heads_TNC)
+    return normed.view(heads_TNC.shape)
 
 
 class CrossAttention(FastModule):
@@ -132,19 +182,23 @@ class FeedForward(FastModule):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.gated = config.gated
-        self.activation = ACTIVATIONS[config.activation]
+        count = ACTIVATION_PARAMETERS.get(config.activation)
+        self.activation = nn.Parameter(torch.empty(count)) if count else None
+        self.name = config.activation
         n_rows = config.mlp_width * (2 if config.gated else 1)
         self.up = Linear(n_rows, config.width, bias=config.mlp_bias)
         self.down = Linear(config.width, config.mlp_width, bias=config.mlp_bias)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        hidden_TF = self.up(x_TD)
-        if self.gated:
-            gate_TF, up_TF = hidden_TF.chunk(2, dim=-1)
-            down_TD: Tensor = self.down(self.activation(gate_TF) * up_TF)
-        else:
-            down_TD = self.down(self.activation(hidden_TF))
+        down_TD: Tensor = self.down(self.activated(self.up(x_TD)))
         return down_TD
+
+    def activated(self, hidden_TX: Tensor) -> Tensor:
+        """[T, F]: what `up` computed, activated."""
+        if not self.gated:
+            return activate(self.name, hidden_TX, self.activation)
+        gate_TF, up_TF = hidden_TX.chunk(2, dim=-1)
+        return activate(self.name, gate_TF, self.activation) * up_TF
 
 
 def _out_projection(config: ModelConfig) -> Linear | None:
@@ -159,6 +213,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self._n_ropes = len(config.ropes)
+        self.embedding_norm = make_norm(config) if config.embedding_norm else None
         self.embedding = _matrix(config.vocab_size, config.width)
         self.position_embedding = _matrix(config.context, config.width) if config.positions == "learned" else None
         self.encoder_blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_encoder_layers))
@@ -188,6 +243,8 @@ class Decoder(nn.Module):
         is_sinusoidal = self.config.positions == "sinusoidal"
         sinusoids_PD = torch.from_numpy(sinusoid_table(self.config)) if is_sinusoidal else None
         self.register_buffer("sinusoids_PD", sinusoids_PD, persistent=False)
+        query_scale_P = torch.from_numpy(query_scale_table(self.config)) if self.config.query_scale else None
+        self.register_buffer("query_scale_P", query_scale_P, persistent=False)
 
     def rope_table(self, rope: Rope) -> Tensor:
         """[context, rotated dimensions] of one of config.ropes: see model/positions.py."""
@@ -200,17 +257,19 @@ class Decoder(nn.Module):
 
         cross: attention over the source; required if config.n_encoder_layers is not 0.
         """
-        x_TD, rotations = self.embed(tokens_T, positions_T)
+        x_TD, factors = self.embed(tokens_T, positions_T)
+        if self.embedding_norm:
+            x_TD = self.embedding_norm(x_TD)
         for block in self.blocks:
-            x_TD = block(x_TD, rotations, attend, cross)
+            x_TD = block(x_TD, factors, attend, cross)
         normed_TD: Tensor = self.norm(x_TD)
         return normed_TD
 
     def encode(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> list[tuple[Tensor, Tensor]]:
         """Cross-attention k, v [T, K, C] of the sources' tokens [T], for each decoder block."""
-        x_TD, rotations = self.embed(tokens_T, positions_T)
+        x_TD, factors = self.embed(tokens_T, positions_T)
         for block in self.encoder_blocks:
-            x_TD = block(x_TD, rotations, attend)
+            x_TD = block(x_TD, factors, attend)
         memory_TD = self.encoder_norm(x_TD)
         return [cross.keys_and_values(memory_TD) for block in self.blocks if (cross := getattr(block, "cross", None))]
 
@@ -220,8 +279,10 @@ class Decoder(nn.Module):
         return self.cap_logits(self.head_product(hidden_SD, matrix, self.head_bias))
 
     def cap_logits(self, logits_SV: Tensor) -> Tensor:
-        """Applies config.logit_soft_cap."""
-        cap = self.config.logit_soft_cap
+        """Applies config.logit_scale and config.logit_soft_cap."""
+        scale, cap = self.config.logit_scale, self.config.logit_soft_cap
+        if scale != 1.0:
+            logits_SV = logits_SV * scale
         return logits_SV if cap is None else cap * torch.tanh(logits_SV / cap)
 
     @torch.no_grad()
@@ -233,7 +294,9 @@ class Decoder(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         deviation = self.config.width**-0.5 if self.config.norm == "none" else 0.02
         for name, parameter in self.named_parameters():
-            if name.endswith(("bias", "out.weight", "down.weight")):
+            if name.endswith(("bias", "out.weight", "down.weight")) or (
+                self.config.norm_offset and parameter.ndim == 1
+            ):
                 parameter.zero_()
             elif parameter.ndim == 1:
                 parameter.fill_(1.0)
@@ -241,8 +304,8 @@ class Decoder(nn.Module):
                 parameter.normal_(0.0, deviation, generator=generator)
         return self
 
-    def embed(self, tokens_T: Tensor, positions_T: Tensor) -> tuple[Tensor, Rotations]:
-        """The residual stream [T, D] before the first block, and the rotations of its positions."""
+    def embed(self, tokens_T: Tensor, positions_T: Tensor) -> tuple[Tensor, PositionFactors]:
+        """The embeddings [T, D] of tokens and positions, and the factors of these positions."""
         x_TD = F.embedding(tokens_T, self.embedding)
         if self.config.embedding_scale != 1.0:
             x_TD = x_TD * self.config.embedding_scale
@@ -250,7 +313,11 @@ class Decoder(nn.Module):
             x_TD = x_TD + F.embedding(positions_T, self.position_embedding)
         elif self.config.positions == "sinusoidal":
             x_TD = x_TD + self.get_buffer("sinusoids_PD")[positions_T].to(x_TD.dtype)
-        return x_TD, (*(self._rotation(index, positions_T) for index in range(self._n_ropes)), None)
+        rotations = (*(self._rotation(index, positions_T) for index in range(self._n_ropes)), None)
+        query_scale_T11 = None
+        if self.config.query_scale:
+            query_scale_T11 = self.get_buffer("query_scale_P")[positions_T][:, None, None]
+        return x_TD, PositionFactors(rotations, query_scale_T11)
 
     def _rotation(self, index: int, positions_T: Tensor) -> Rotation:
         cos_T1F, sin_T1F = self.get_buffer(f"rope_{index}_PC")[positions_T].unsqueeze(1).chunk(2, dim=-1)

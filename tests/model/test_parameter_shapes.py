@@ -16,7 +16,7 @@ KINDS: list[dict[str, Any]] = [
     {},
     {"norm": "layernorm", "norm_bias": True, "positions": "learned", "gated": False, "qkv_bias": True,
      "out_bias": True, "mlp_bias": True, "tied_head": False, "head_bias": True},
-    {"norm": "layernorm", "norm_bias": True, "parallel_residual": True, "qk_norm": True},
+    {"norm": "layernorm", "norm_bias": True, "parallel_residual": True, "qk_norm": "head"},
     {"norm": "none", "final_norm": False, "positions": "sinusoidal", "mlp_width": 0, "out_projection": False},
     {"norm": "layernorm", "norm_position": "post", "final_norm": False, "mlp_width": 0},
     {"n_encoder_layers": 2, "norm": "layernorm", "norm_bias": True, "qkv_bias": True, "out_bias": True},

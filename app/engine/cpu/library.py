@@ -34,10 +34,11 @@ class NativeOperation(Structure):
     _fields_ = (
         *((name, c_int32) for name in ("kind", "source", "target", "flag", "layer", "columns")),
         *((name, c_int32) for name in ("gated", "window", "rotary_half")),
-        *((name, c_float) for name in ("eps", "attention_scale")),
-        *((name, c_int32) for name in ("accumulates", "group", "unused")),
+        *((name, c_float) for name in ("eps", "attention_scale", "attention_cap")),
+        *((name, c_int32) for name in ("accumulates", "group")),
         ("matrix", POINTER(Matrix)),
-        *((name, c_void_p) for name in ("weight", "bias", "rope_table")),
+        *((name, c_void_p) for name in ("weight", "bias", "rope_table", "query_scale")),
+        *((name, c_int32) for name in ("norms_width", "norms_after")),
     )
 
 
@@ -53,7 +54,8 @@ class Shape(Structure):
     _fields_ = (
         *((name, c_int32) for name in ("is_bf16", "n_registers", "query_heads", "kv_heads", "head_width", "width")),
         *((name, c_int32) for name in ("n_operations", "n_groups", "final_norm", "padded_head")),
-        *((name, c_float) for name in ("embedding_scale", "soft_cap", "eps")),
+        *((name, c_float) for name in ("embedding_scale", "logit_scale", "soft_cap", "eps")),
+        ("unused", c_int32),
         ("position_embeddings", c_void_p),
         *((name, POINTER(Matrix)) for name in ("embedding", "head")),
         *((name, c_void_p) for name in ("final_weight", "final_bias", "caches", "register_columns", "operations")),

@@ -10,6 +10,7 @@ import ctypes
 import math
 from collections.abc import Callable
 from collections.abc import Sequence as Items
+from functools import partial
 from typing import Any, get_args
 
 import numpy as np
@@ -20,7 +21,7 @@ from app.engine.memory.cache_groups import cache_groups, cache_places
 from model.config import Activation, ModelConfig
 from model.decoder_program import Kind, Operation, Register, Weight, decoder_program
 from model.number_formats import Array, as_float32
-from model.positions import rope_table, sinusoid_table
+from model.positions import query_scale_table, rope_table, sinusoid_table
 from model.weight_formats import WeightFormat
 
 ReadTensor = Callable[[str, str], Array]
@@ -29,8 +30,8 @@ LANES = 16
 PANEL = 2 * LANES
 BLOCK = 16
 """Tokens of a cache block, as many as a vector has lanes."""
-_FLOATS = (Register.RESIDUAL, Register.QKV)
-_NORMS = {"rmsnorm": 1, "layernorm": 2}
+_FLOATS = (Register.RESIDUAL, Register.QKV, Register.BRANCH)
+_NORMS = {"none": 0, "rmsnorm": 1, "layernorm": 2}
 _ACTIVATIONS = {name: number for number, name in enumerate(get_args(Activation), 1)}
 
 
@@ -69,6 +70,7 @@ class PackedDecoder:
         self.groups = cache_groups(config, dtype)
         self._places = cache_places(self.groups)
         self._rope_tables = {rope: self._kept(rope_table(config, rope)) for rope in config.ropes}
+        self._query_scale = self._kept(query_scale_table(config)) if config.query_scale else 0
         embed, *self._body, final_norm, head = decoder_program(config)
         self.head = self._matrix(*head.weights)
         self.embedding = self.head if config.tied_head else self._matrix(embed.weights[0])
@@ -106,7 +108,7 @@ class PackedDecoder:
 
     def _make_shape(self, embed: Operation, final_norm: Operation) -> Shape:
         c, columns = self.config, self._columns()
-        weight, bias = self._vectors(final_norm)
+        weight, bias = self._norm_vectors(final_norm)
         operations = (NativeOperation * len(self._operations))(*self._operations)
         self._keepalive += [operations, columns]
         return Shape(
@@ -117,10 +119,11 @@ class PackedDecoder:
             head_width=c.head_dim,
             width=c.width,
             n_operations=len(operations),
-            final_norm=_NORMS[c.norm] if final_norm.weights else 0,
+            final_norm=_NORMS[final_norm.norm],
             n_groups=len(self.groups),
             padded_head=padded_head_dim(c),
             embedding_scale=c.embedding_scale,
+            logit_scale=c.logit_scale,
             soft_cap=c.logit_soft_cap or 0.0,
             eps=c.norm_eps,
             position_embeddings=self._kept(sinusoid_table(c))
@@ -138,7 +141,7 @@ class PackedDecoder:
         c = self.config
         heads = c.n_heads * c.head_dim
         qkv = heads + 2 * c.n_kv_heads * c.head_dim
-        sizes = (c.width, qkv, max(c.width, heads), c.mlp_width, c.n_heads * padded_head_dim(c), c.width)
+        sizes = (c.width, qkv, max(c.width, heads), c.mlp_width, c.n_heads * padded_head_dim(c), c.width, c.width)
         return (ctypes.c_int32 * len(sizes))(*(_round_up(size, PANEL) for size in sizes))
 
     def _native(self, operation: Operation) -> NativeOperation:
@@ -147,25 +150,26 @@ class PackedDecoder:
         fields: dict[str, Any] = {}
         match kind:
             case Kind.NORM:
-                weight, bias = self._vectors(operation)
-                norm = _NORMS[config.norm] if weight else 0
-                fields = {"flag": norm, "columns": config.width, "weight": weight, "bias": bias}
+                weight, bias = self._norm_vectors(operation)
+                fields = {"flag": _NORMS[operation.norm], "columns": config.width, "weight": weight, "bias": bias}
             case Kind.LINEAR:
                 is_float = operation.target in _FLOATS
                 assert not (operation.activation if is_float else operation.accumulates), "not in source/steps.h"
                 gate_rows = operation.weights[0].shape[0] // 2 if operation.gated else 0
-                matrix = self._matrix(*operation.weights, gate_rows=gate_rows)
+                matrix = self._matrix(*operation.weights, gate_rows=gate_rows, factor=operation.factor)
                 flag = _ACTIVATIONS[operation.activation] if operation.activation else 0
                 fields = {"flag": flag, "gated": operation.gated, "matrix": ctypes.pointer(matrix)}
+                if operation.parameters:
+                    fields["weight"] = self._stored(LANES, partial(self._xielu, *operation.parameters))
             case Kind.ROPE_CACHE:
-                weight, bias = self._vectors(operation)
-                fields = {"weight": weight, "bias": bias}
+                weight, bias = self._head_norms(operation)
+                fields = {"weight": weight, "bias": bias, "query_scale": self._query_scale}
+                fields |= {"norms_width": config.qk_norm == "width", "norms_after": config.qk_norm_after_rope}
                 if rope := config.layer_kind(operation.layer).rope:
                     fields |= {"rotary_half": config.rotated_dim(rope) // 2, "rope_table": self._rope_tables[rope]}
             case Kind.ATTENTION:
-                scaled_by = config.head_dim if config.attention_scale == "head_dim" else config.width
-                window = config.layer_kind(operation.layer).window
-                fields = {"window": window or 0, "attention_scale": scaled_by**-0.5}
+                window, cap = config.layer_kind(operation.layer).window, config.attention_soft_cap
+                fields = {"window": window or 0, "attention_scale": config.score_factor, "attention_cap": cap or 0.0}
             case Kind.ADD:
                 fields = {"columns": config.width}
             case _:
@@ -182,12 +186,38 @@ class PackedDecoder:
             **fields,
         )
 
-    def _vectors(self, operation: Operation) -> tuple[int, int]:
-        """Addresses of an operation's first two weights, 0 where it has fewer."""
-        first, second, *_ = *map(self._vector, operation.weights), 0, 0
-        return first, second
+    def _norm_vectors(self, operation: Operation) -> tuple[int, int]:
+        """Addresses of a norm's factors and bias; 0 without."""
+        if operation.norm == "none":
+            return 0, 0
+        weight, bias, *_ = *operation.weights, None, None
+        return self._factors(weight, self.config.width), self._vector(bias) if bias else 0
 
-    def _matrix(self, weight: Weight, bias: Weight | None = None, *, gate_rows: int = 0) -> Matrix:
+    def _head_norms(self, operation: Operation) -> tuple[int, int]:
+        """Addresses of the factors of queries and of keys; 0 without norms."""
+        config = self.config
+        if config.qk_norm == "none":
+            return 0, 0
+        counts = (config.n_heads, config.n_kv_heads) if config.qk_norm == "width" else (1, 1)
+        weights = operation.weights or (None, None)
+        query, key = (
+            self._factors(weight, count * config.head_dim) for weight, count in zip(weights, counts, strict=True)
+        )
+        return query, key
+
+    def _factors(self, weight: Weight | None, size: int) -> int:
+        """Address of what a norm multiplies by: its weight, 1 + weight, or ones."""
+        if weight is None:
+            return self._stored(_round_up(size, LANES), lambda: _padded(np.ones(size, np.float32), LANES))
+        return self._vector(weight, offset=float(self.config.norm_offset))
+
+    def _xielu(self, parameters: Weight) -> Array:
+        """What the kernels read: the curvature right and left of 0."""
+        right, left = np.logaddexp(0.0, as_float32(self._read(parameters.name, self._dtype)).astype(np.float64))
+        return _padded(np.array([right, 0.5 + left]), LANES)
+
+    def _matrix(self, weight: Weight, bias: Weight | None = None, *, gate_rows: int = 0, factor: float = 1.0) -> Matrix:
+        """factor: of the product and of the bias."""
         n_rows, k = weight.shape
         panels = -(-gate_rows // LANES) if gate_rows else -(-n_rows // PANEL)
         rows = None if self._is_restored else _packed_rows(n_rows, gate_rows, panels)
@@ -195,9 +225,11 @@ class PackedDecoder:
         assert number >= 0, f"the kernels multiply {self._dtype} with no {self._format.kind}"
         address = self.memory.allocate(self._library.ink_packed_bytes(panels, k, self._is_bf16, number))
         scales = None if self._is_restored else self._pack_matrix(weight.name, gate_rows, panels, number, address)
-        has_scales = self._format.is_quantized
-        scale_address = self._stored(panels * PANEL, lambda: _rearranged(scales, rows)) if has_scales else 0
-        bias_address = self._vector(bias, panels * PANEL, rows) if bias else 0
+        has_scales = self._format.is_quantized or factor != 1.0
+        if scales is None and factor != 1.0:
+            scales = np.ones(n_rows, np.float32)
+        scale_address = self._stored(panels * PANEL, lambda: _rearranged(scales, rows) * factor) if has_scales else 0
+        bias_address = self._vector(bias, panels * PANEL, rows, factor=factor) if bias else 0
         steps = -(-k // (2 if self._is_bf16 else 1))
         return Matrix(address, bias_address, scale_address, panels * PANEL, steps, number)
 
@@ -214,8 +246,16 @@ class PackedDecoder:
         )
         return scales
 
-    def _vector(self, weight: Weight, size: int = 0, rows: list[int] | None = None) -> int:
-        """Address of a parameter in float32, padded to whole vectors, or arranged as `rows` says.
+    def _vector(
+        self,
+        weight: Weight,
+        size: int = 0,
+        rows: list[int] | None = None,
+        *,
+        factor: float = 1.0,
+        offset: float = 0.0,
+    ) -> int:
+        """Address of a parameter * factor + offset in float32, padded to whole vectors, or arranged as `rows` says.
 
         size: numbers of the result, if they are arranged.
         """
@@ -223,7 +263,9 @@ class PackedDecoder:
 
         def numbers() -> Array:
             array = as_float32(self._read(weight.name, self._dtype)).reshape(-1)
-            return _rearranged(array, rows) if rows else np.pad(array, (0, size - array.size))
+            if (factor, offset) != (1.0, 0.0):
+                array = array * np.float32(factor) + np.float32(offset)
+            return _rearranged(array, rows) if rows else _padded(array, LANES)
 
         return self._stored(size, numbers)
 
@@ -240,6 +282,11 @@ class PackedDecoder:
         """Returns the address of a float32 copy that lives as long as the decoder."""
         self._keepalive.append(np.array(numbers, np.float32))
         return address_of(self._keepalive[-1])
+
+
+def _padded(numbers: Array, unit: int) -> Array:
+    """Followed by zeros, up to a multiple of `unit`."""
+    return np.pad(numbers, (0, -numbers.size % unit))
 
 
 def _rearranged(numbers: Array | None, rows: list[int] | None) -> Array:

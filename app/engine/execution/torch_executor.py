@@ -28,7 +28,7 @@ from app.engine.memory.memory_plan import TILE
 from app.engine.scheduling.batch_plan import BatchPlan, Chunk, non_finite_chunks
 from model.nn.attention import CrossAttend, masked_positions
 from model.nn.interpreter import Interpreter
-from model.nn.layers import cache_attributes
+from model.nn.layers import cache_attributes, row_invariant
 from model.nn.transformer import Decoder
 
 _PIECE = {torch.float32: 128, torch.bfloat16: 512}
@@ -172,6 +172,8 @@ def _attend(cache: KVCache, layer: int, group: RowGroup, q_TKGC: Tensor) -> Tens
     q_XRC = F.pad(q_XRC, (0, 0, 0, n_rows - q_XRC.shape[1]))
     k_XLC = cache.gather(layer, 0, group.block_rows_X, batch)
     scores_XRL = torch.bmm(q_XRC, k_XLC.transpose(1, 2))[:, : length * n_group]
+    if (cap := cache.config.attention_soft_cap) is not None:
+        scores_XRL = _capped(scores_XRL, cap)
     scores_BKNGL = scores_XRL.view(batch, n_kv, length, n_group, -1) + group.hidden_B1NL.unsqueeze(3)
     weights_XRL = scores_BKNGL.softmax(-1).to(q_XRC.dtype).view(batch * n_kv, length * n_group, -1)
     weights_XRL = F.pad(weights_XRL, (0, 0, 0, n_rows - length * n_group))
@@ -179,6 +181,12 @@ def _attend(cache: KVCache, layer: int, group: RowGroup, q_TKGC: Tensor) -> Tens
     out_XRC = _product_in_pieces(weights_XRL, v_XLC)[:, : length * n_group]
     out_BNHC = out_XRC.reshape(batch, n_kv, length, n_group, head_dim).transpose(1, 2)
     return out_BNHC.reshape(-1, n_kv * n_group, head_dim)
+
+
+def _capped(scores_XRL: Tensor, cap: float) -> Tensor:
+    """cap * tanh(scores / cap) in float32, with the same bits in any batch."""
+    scaled_XL = (scores_XRL.float() / cap).flatten(0, 1)
+    return (row_invariant(torch.tanh, scaled_XL) * cap).view(scores_XRL.shape)
 
 
 def _row_group(cache: KVCache, index: int, chunks: Items[Chunk]) -> RowGroup:

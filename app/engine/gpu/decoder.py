@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -17,7 +18,7 @@ from app.engine.gpu.kernels.interface import AttentionBatch, HeadsSpec, Kernels,
 from app.engine.gpu.padded_lm_head import padded_lm_head
 from app.engine.memory.cache_groups import cache_places
 from model.decoder_program import Kind, Operation, Register, decoder_program
-from model.nn.layers import LayerNorm, RMSNorm, cache_attributes
+from model.nn.layers import LayerNorm, RMSNorm, activation_parameters, cache_attributes
 from model.nn.transformer import Decoder
 
 
@@ -64,22 +65,28 @@ class PagedDecoder:
         for operation, module, spec in self._operations:
             source, target, layer = operation.source, operation.target, operation.layer
             match operation.kind:
+                case Kind.NORM if source == Register.BRANCH:
+                    delta_TD = kernels.add_norm(values.pop(source), None, spec)[1]
                 case Kind.NORM:
                     out = (out_TD,) if target == Register.OUTPUT else ()
                     values[stream], values[target] = kernels.add_norm(values[stream], delta_TD, spec, *out)
                     delta_TD = None
                 case Kind.ROPE_CACHE:
-                    (heads_spec, rope_PC), qkv_TX, (group, place) = spec, values.pop(source), self._places[layer]
+                    (heads_spec, width_norms, rope_PC), (group, place) = spec, self._places[layer]
+                    qkv_TX = self._normed(values.pop(source), width_norms)
                     values[target] = kernels.split_heads(
                         qkv_TX, heads_spec, positions_T, rope_PC, caches[group][place], lookups[group].slots_T
                     )
                 case Kind.ATTENTION:
                     (group, place), q_THC = self._places[layer], values.pop(source)
-                    values[target] = kernels.attention(q_THC, caches[group][place], batches[group], spec).flatten(1)
+                    out_THC = kernels.attention(q_THC, caches[group][place], batches[group], *spec)
+                    values[target] = out_THC.flatten(1)
                 case Kind.LINEAR | Kind.ADD:
                     out_TX = module(values.pop(source)) if module else values.pop(source)
                     if operation.activation:
-                        out_TX = kernels.gate(out_TX, operation.activation, operation.gated)
+                        out_TX = kernels.gate(out_TX, operation.activation, operation.gated, spec)
+                    if operation.factor != 1.0:
+                        out_TX = out_TX * operation.factor
                     if not operation.accumulates:
                         values[target] = out_TX
                         continue
@@ -92,11 +99,19 @@ class PagedDecoder:
         config, layer = self.config, self.config.layer_kind(operation.layer)
         match operation.kind:
             case Kind.NORM:
-                return _norm_spec(module)
+                return _norm_spec(module) if module else NormSpec(kind=operation.norm, eps=config.norm_eps)
             case Kind.ATTENTION:
-                return layer.window
+                return layer.window, config.attention_soft_cap
+            case Kind.LINEAR if operation.parameters:
+                return activation_parameters(decoder.get_parameter(operation.parameters[0].name))
             case Kind.ROPE_CACHE:
-                q_norm, k_norm, *_ = *(decoder.get_parameter(weight.name) for weight in operation.weights), None, None
+                attention: Any = decoder.blocks[operation.layer].attention
+                norms = [
+                    _head_factors(norm, self.embedding) if norm else None
+                    for norm in (attention.q_norm, attention.k_norm)
+                ]
+                has_width_norms = config.qk_norm == "width"
+                q_norm, k_norm = (None, None) if has_width_norms else norms
                 spec = HeadsSpec(
                     n_heads=config.n_heads,
                     n_kv_heads=config.n_kv_heads,
@@ -105,9 +120,28 @@ class PagedDecoder:
                     q_norm=q_norm,
                     k_norm=k_norm,
                     eps=config.norm_eps,
+                    norms_after=config.qk_norm_after_rope,
+                    query_scale_P=decoder._buffers["query_scale_P"],
                     q_factor=config.q_factor,
                 )
-                return spec, decoder.rope_table(layer.rope) if layer.rope else None
+                width_norms = [NormSpec(kind="rmsnorm", weight=weight, eps=config.norm_eps) for weight in norms]
+                return (
+                    spec,
+                    width_norms if has_width_norms else [],
+                    decoder.rope_table(layer.rope) if layer.rope else None,
+                )
+
+    def _normed(self, qkv_TX: Tensor, norms: list[NormSpec]) -> Tensor:
+        """With the queries and the keys of a token normed together, if there are norms."""
+        if not norms:
+            return qkv_TX
+        queries, keys = (heads * self.config.head_dim for heads in (self.config.n_heads, self.config.n_kv_heads))
+        *parts, values_TX = qkv_TX.split((queries, keys, keys), dim=1)
+        normed = [
+            self._kernels.add_norm(part_TX.contiguous(), None, norm)[1]
+            for part_TX, norm in zip(parts, norms, strict=True)
+        ]
+        return torch.cat((*normed, values_TX), dim=1)
 
     def _embed(self, tokens_T: Tensor, positions_T: Tensor) -> Tensor:
         x_TD = F.embedding(tokens_T, self.embedding)
@@ -118,9 +152,20 @@ class PagedDecoder:
         return x_TD if self._positions_PD is None else x_TD + F.embedding(positions_T, self._positions_PD)
 
 
-def _norm_spec(module: nn.Module | None) -> NormSpec:
+def _norm_spec(module: nn.Module) -> NormSpec:
     if isinstance(module, RMSNorm):
-        return NormSpec(kind="rmsnorm", weight=module.weight, bias=None, eps=module.eps)
+        return NormSpec(kind="rmsnorm", weight=_factors(module), bias=None, eps=module.eps)
     if isinstance(module, LayerNorm):
-        return NormSpec(kind="layernorm", weight=module.weight, bias=module.bias, eps=module.eps)
+        return NormSpec(kind="layernorm", weight=_factors(module), bias=module.bias, eps=module.eps)
     return NormSpec(kind="none", weight=None, bias=None, eps=0.0)
+
+
+def _factors(norm: RMSNorm | LayerNorm) -> Tensor | None:
+    """What the norm multiplies by; None for ones."""
+    return 1.0 + norm.weight.float() if norm.offset and norm.weight is not None else norm.weight
+
+
+def _head_factors(norm: RMSNorm, like: Tensor) -> Tensor:
+    """As _factors(), with the ones."""
+    factors = _factors(norm)
+    return like.new_ones(norm.shape) if factors is None else factors

@@ -37,11 +37,12 @@ class Shape:
     lengths: tuple[int, ...]
     """Length of each sequence."""
     window: int | None = None
+    soft_cap: float | None = None
     shared_blocks: int = 0
     """Number of first blocks that are those of sequence 0."""
 
     def __str__(self) -> str:
-        more = f", window {self.window}" * bool(self.window)
+        more = f", window {self.window}" * bool(self.window) + f", cap {self.soft_cap}" * bool(self.soft_cap)
         heads = f"{self.n_heads}/{self.n_kv_heads} heads of {self.head_dim}"
         return f"{heads}, blocks of {self.block_size}, {len(self.lengths)} to {max(self.lengths)}{more}"
 
@@ -89,7 +90,7 @@ class AttentionScene:
         with poisoned():
             shape = self.shape
             batch = kernels.divide_attention(batch, shape.n_heads, shape.n_kv_heads, shape.head_dim, self.window)
-            out_THC = kernels.attention(torch.cat(parts), self.cache, batch, self.window)
+            out_THC = kernels.attention(torch.cat(parts), self.cache, batch, self.window, shape.soft_cap)
         assert out_THC[0].isnan().all(), "the kernel wrote to a token without a tile"
         return [out_THC[start : start + piece[2]] for start, piece in zip(starts, pieces, strict=True)]
 
@@ -146,11 +147,15 @@ LARGE = (
     Shape(n_heads=28, n_kv_heads=4, head_dim=128, block_size=16, lengths=(1300, 40, 1025), shared_blocks=2),
     Shape(n_heads=8, n_kv_heads=8, head_dim=64, block_size=128, lengths=(700, 2000), window=600),
     Shape(n_heads=16, n_kv_heads=2, head_dim=256, block_size=64, lengths=(1100, 3), window=1000),
+    Shape(n_heads=8, n_kv_heads=4, head_dim=256, block_size=64, lengths=(1100, 3), window=700, soft_cap=50.0),
     Shape(n_heads=6, n_kv_heads=2, head_dim=80, block_size=32, lengths=(900, 17)),
     Shape(n_heads=12, n_kv_heads=12, head_dim=96, block_size=64, lengths=(600, 100)),
     Shape(n_heads=3, n_kv_heads=1, head_dim=32, block_size=48, lengths=(1600, 5)),
 )
-_SMALL = (Shape(n_heads=4, n_kv_heads=2, head_dim=40, block_size=16, lengths=(70, 9)),)
+_SMALL = (
+    Shape(n_heads=4, n_kv_heads=2, head_dim=40, block_size=16, lengths=(70, 9)),
+    Shape(n_heads=4, n_kv_heads=2, head_dim=40, block_size=16, lengths=(70, 9), soft_cap=2.0),
+)
 
 
 def formats(shape: Shape) -> list[torch.dtype]:

@@ -20,6 +20,7 @@ from benchmarks.gpu.conformance.harness import close, kernels_under_test, poison
 from benchmarks.gpu.reference_kernels import ReferenceKernels
 from benchmarks.gpu.results import Finding
 from model.config import Activation, Norm
+from model.decoder_program import ACTIVATION_PARAMETERS
 
 Outputs = dict[str, Tensor]
 FORMATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -55,6 +56,9 @@ def check_split_heads(device: str, tiny: bool) -> Iterator[Finding]:
                 q_factor=0.75 if normed else 1.0,
             )
             yield from heads(kernels_under_test(device), spec, n_tokens, dtype, device, _seed())
+            scale_P = 1 + random((50,), torch.float32, device, _seed()).abs()
+            after = replace(spec, norms_after=True, query_scale_P=scale_P)
+            yield from heads(kernels_under_test(device), after, n_tokens, dtype, device, _seed())
 
 
 def check_gate(device: str, tiny: bool) -> Iterator[Finding]:
@@ -88,14 +92,16 @@ def norms(kernels: Kernels, n_tokens: int, width: int, dtype: torch.dtype, devic
 def gates(kernels: Kernels, n_tokens: int, width: int, dtype: torch.dtype, device: str, seed: int) -> Iterator[Finding]:
     """Every activation, gated and not."""
     hidden_TX = 3 * random((n_tokens, 2 * width), dtype, device, seed)
+    curvature_2 = torch.tensor([0.7, 1.1], device=device)
     for activation, gated in product(get_args(Activation), (True, False)):
 
         def gate(kernels: Kernels, rows: slice, activation: Activation = activation, gated: bool = gated) -> Outputs:
-            return {"gate": kernels.gate(hidden_TX[rows], activation, gated)}
+            parameters = (curvature_2,) if activation in ACTIVATION_PARAMETERS else ()
+            return {"gate": kernels.gate(hidden_TX[rows], activation, gated, *parameters)}
 
         what = f"{activation}, gated {gated}, {n_tokens} of {width}, {dtype}, seed {seed}"
-        # 1 + erf has few significant digits near zero.
-        yield from _compare(what, kernels, gate, is_exact=activation != "gelu")
+        # 1 + erf and exp(x) - 1 - x have few significant digits near zero.
+        yield from _compare(what, kernels, gate, is_exact=activation not in ("gelu", "xielu"))
 
 
 def heads(

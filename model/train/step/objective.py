@@ -172,7 +172,9 @@ class Objective:
     def _hidden(self, batch: Batch, attend_for: Callable[[int, Sequence[int | None]], Attend]) -> Tensor:
         """Hidden states [T, D] of a batch that is on the device."""
         inputs_RN, sources, cross = batch.inputs_RN, batch.sources, None
-        attend = attend_for(inputs_RN.shape[1], self.decoder.config.windows)
+        config, length = self.decoder.config, inputs_RN.shape[1]
+        cap = config.attention_soft_cap
+        attend = attend_for(length, config.windows) if cap is None else CausalAttend(length, config.windows, cap)
         positions_T = torch.arange(inputs_RN.shape[1], device=self.device).repeat(len(inputs_RN))
         with self._autocast():
             if sources:

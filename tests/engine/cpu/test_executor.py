@@ -52,7 +52,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama": {},
     "gpt2": GPT2,
     "gpt_neox": {**GPT2, "positions": "none", "rope": Rope(dim=4), "parallel_residual": True, "activation": "gelu"},
-    "qwen3": {"qk_norm": True, "head_dim": 32},
+    "qwen3": {"qk_norm": "head", "head_dim": 32},
     "wide heads": {"head_dim": 128, "width": 256, "n_heads": 3, "n_kv_heads": 1},
     "odd sizes": {"head_dim": 20, "width": 50, "mlp_width": 33, "n_heads": 6, "vocab_size": 99},
     "post-norm": {"norm": "layernorm", "norm_position": "post", "final_norm": False, "activation": "relu"},
@@ -93,7 +93,7 @@ def _logits(executor: NativeExecutor, sequence: Sequence) -> Tensor:
 def _expected(decoder: Decoder, sequence: Sequence) -> Tensor:
     """The same logits computed by torch."""
     tokens_T = torch.tensor(sequence.tokens)
-    attend = CausalAttend(len(tokens_T), decoder.config.windows)
+    attend = CausalAttend(len(tokens_T), decoder.config.windows, decoder.config.attention_soft_cap)
     with torch.inference_mode():
         return decoder.head(decoder(tokens_T, torch.arange(len(tokens_T)), attend)).float()
 

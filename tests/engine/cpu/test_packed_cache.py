@@ -38,7 +38,7 @@ LOGGER = "inkstream"
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {},
     "gpt2": GPT2,
-    "qwen3": {"qk_norm": True, "head_dim": 32, "tied_head": False},
+    "qwen3": {"qk_norm": "head", "head_dim": 32, "tied_head": False},
     "odd sizes": {"head_dim": 20, "width": 50, "mlp_width": 33, "n_heads": 6, "vocab_size": 99},
 }
 

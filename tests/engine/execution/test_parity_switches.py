@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import get_args
 
 import pytest
 import torch
 
 from app.common.types import Request, SamplingParams
-from model.config import Activation
-from model.nn.layers import ACTIVATIONS
+from model.config import Activation, NormPosition, QkNorm, RopeKind
+from model.nn.layers import ACTIVATIONS, activate
 from model.nn.reference import generate
 from tests.support.engine.parity import expect_parity
 from tests.support.model.random_configs import random_config
@@ -59,19 +60,16 @@ def test_engine_output_equals_that_of_the_oracle(seed: int, way: str) -> None:
 @one_way
 def test_random_decoders_cover_both_values_of_every_switch() -> None:
     configs = [random_config(seed) for seed in SEEDS]
-    names = ("norm", "positions", "activation", "norm_position", "attention_scale", "head_dim", "tied_head", "qk_norm")
-    names += ("parallel_residual", "out_projection", "final_norm", "head_bias", "norm_bias", "gated", "qkv_bias")
-    counts = {name: len({getattr(config, name) for config in configs}) for name in names}
-    assert counts == dict.fromkeys(names, 2) | {
-        "norm": 3,
-        "positions": 3,
-        "activation": len(get_args(Activation)),
-        "head_dim": 5,
-    }
-    assert {config.logit_soft_cap is None for config in configs} == {True, False}
+    names = {"norm": 3, "positions": 3, "activation": len(get_args(Activation)), "head_dim": 5, "attention_scale": 3}
+    names |= {"norm_position": len(get_args(NormPosition)), "qk_norm": len(get_args(QkNorm))}
+    two = ("tied_head", "parallel_residual", "out_projection", "final_norm", "head_bias", "norm_bias", "gated")
+    two += ("qkv_bias", "norm_offset", "norm_weight", "shared_norm", "qk_norm_after_rope", "embedding_norm")
+    two += ("residual_scale", "logit_scale", "query_scale", "logit_soft_cap", "attention_soft_cap")
+    names |= dict.fromkeys(two, 2)
+    assert {name: len({getattr(config, name) for config in configs}) for name in names} == names
     kinds = [kind for config in configs for kind in config.layer_kinds]
     assert {kind.window for kind in kinds} == {None, 9, 40}
-    assert {rope.kind for kind in kinds if (rope := kind.rope)} == {"default", "linear", "llama3"}
+    assert {rope.kind for kind in kinds if (rope := kind.rope)} == set(get_args(RopeKind))
     assert {kind.rope and kind.rope.dim for kind in kinds} == {None, 2}
     assert {len(config.layer_kinds) for config in configs} == {1, 2}
     assert any(len(config.ropes) == 2 for config in configs), "layers with different ropes"
@@ -87,7 +85,8 @@ def test_activation_of_a_row_does_not_depend_on_its_position(width: int, dtype: 
     """torch's own silu and gelu do not have this property (model/nn/layers.py)."""
     torch.set_num_threads(threads)
     x_TF = (2 * torch.randn(1000, 2 * width, generator=torch.Generator().manual_seed(width))).to(dtype)
-    for name, function in ACTIVATIONS.items():
+    functions = ACTIVATIONS | {"xielu": partial(activate, "xielu", parameters=torch.tensor([0.2, -1.0]))}
+    for name, function in functions.items():
         for whole_TF in (x_TF[:, :width].contiguous(), x_TF[:, :width]):
             fours = torch.cat([function(part) for part in whole_TF.split(4)])
             for rows in (8, 20, 100, 1000):

@@ -34,7 +34,7 @@ from tests.support.gpu.emulated_engine import tiny_device_runner
 from tests.support.model.tiny_models import run_all, tiny_config, tiny_decoder
 
 ROWS, TOKENS, BLOCKS, BLOCK = 12, 64, 96, 64
-SHAPE = tiny_config(context=640, vocab_size=333, tied_head=False, qk_norm=True, n_layers=1)
+SHAPE = tiny_config(context=640, vocab_size=333, tied_head=False, qk_norm="head", n_layers=1)
 
 
 class LaunchCounter(TorchDispatchMode):

@@ -5,6 +5,7 @@
 // its window's first block on; masked keys get a weight of exactly 0, so a tile may include them: batch invariance.
 #pragma once
 
+#include "elementwise.h"
 #include "product.h"
 
 namespace ink {
@@ -81,13 +82,15 @@ void compute_scores(const InkShape& h, const Blocks<W>& blocks, const typename W
 // Scales the scores of one row, turns them into softmax weights without the division, and returns their sum. The first
 // key is `start`.
 template <class Number>
-float softmax(float* scores, float scale, int length, int start, int position, int window, Number* weights) {
-    const int oldest = window ? position - window + 1 : 0;
+float softmax(float* scores, const InkOperation& op, int length, int start, int position, Number* weights) {
+    const float scale = op.attention_scale, cap = op.attention_cap;
+    const int oldest = op.window ? position - op.window + 1 : 0;
     const Floats neg_inf = -__builtin_inff();
     Floats best = neg_inf;
     for (int i = 0; i < length; i += kLanes) {
         const int key = start + i;
         Floats s = load(scores + i) * scale;
+        if (cap > 0) s = tanh(s / cap) * cap;
         if (key + kLanes > position + 1 || key < oldest)
             s = first_lanes(oldest - key, neg_inf, first_lanes(position + 1 - key, s, neg_inf));
         store(scores + i, s);
@@ -155,8 +158,8 @@ void attend(const InkShape& h, const InkOperation& op, const Blocks<W>& blocks,
     Number* weights = reinterpret_cast<Number*>(scratch + long(R) * length);
     compute_scores<W, R>(h, blocks, queries, first, n_blocks, scratch, length);
     for (int r = 0; r < R; r++)
-        totals[r] = softmax(scratch + long(r) * length, op.attention_scale, length, first * kBlock, positions[r],
-                            op.window, weights + long(r) * length);
+        totals[r] = softmax(scratch + long(r) * length, op, length, first * kBlock, positions[r],
+                            weights + long(r) * length);
     int column = 0;
     for (; column + 4 * kLanes <= h.padded_head; column += 4 * kLanes)
         accumulate_values<W, R, 4>(h, blocks, weights, length, first, n_blocks, column, totals, outputs);
@@ -245,8 +248,7 @@ inline void attend_in_tiles(const InkShape& h, const InkOperation& op, const Blo
     std::atomic_signal_fence(std::memory_order_seq_cst);
     compute_scores_in_tiles(h, blocks, gathered, first, n_blocks, scores, stride);
     for (int r = 0; r < rows; r++)
-        totals[r] = softmax(scores + r * stride, op.attention_scale, length, first * kBlock, positions[r], op.window,
-                            weights + r * stride);
+        totals[r] = softmax(scores + r * stride, op, length, first * kBlock, positions[r], weights + r * stride);
     std::atomic_signal_fence(std::memory_order_seq_cst);
     for (int column = 0; column < h.padded_head; column += 4 * kLanes) {
         add_values_in_tiles(h, blocks, weights, stride, first, n_blocks, column, sums);

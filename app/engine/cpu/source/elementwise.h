@@ -8,7 +8,7 @@
 namespace ink {
 
 // In the order of Activation in model/config.py.
-enum Activation : int32_t { kNone, kRelu, kGelu, kGeluTanh, kSilu };
+enum Activation : int32_t { kNone, kRelu, kGelu, kGeluTanh, kSilu, kRelu2, kXielu };
 
 // 1 - erfc by Abramowitz and Stegun 7.1.26, error below 1.5e-7.
 INK_INLINE Part erf(Part x) {
@@ -28,18 +28,24 @@ INK_INLINE Floats tanh(const Floats& x) {
     }, x);
 }
 
-INK_INLINE Part activate(int32_t kind, Part x) {
+// parameters: of xIELU, the curvature right and left of 0.
+INK_INLINE Part activate(int32_t kind, Part x, const float* parameters) {
     switch (kind) {
         case kRelu: return x < 0.0f ? Part{} : x;
         case kGelu: return 0.5f * x * (1.0f + erf(x * 0.70710678f));
         case kGeluTanh: return x / (1.0f + exp(x * -1.59576912f * fma(x * x, 0.044715f - Part{}, 1.0f - Part{})));
         case kSilu: return x / (1.0f + exp(-x));
+        case kRelu2: return x < 0.0f ? Part{} : x * x;
+        case kXielu: {
+            const Part left = (exp(x < 0.0f ? x : Part{}) - 1.0f - x) * parameters[1];
+            return (x > 0.0f ? parameters[0] * x * x : left) + 0.5f * x;
+        }
         default: return x;
     }
 }
 
-INK_INLINE Floats activate(int32_t kind, const Floats& x) {
-    return by_parts([kind](Part part) { return activate(kind, part); }, x);
+INK_INLINE Floats activate(int32_t kind, const Floats& x, const float* parameters) {
+    return by_parts([=](Part part) { return activate(kind, part, parameters); }, x);
 }
 
 enum Norm : int32_t { kCopy, kRms, kLayer };
@@ -79,7 +85,7 @@ inline void rotate(float* head, const float* angles, int half) {
     }
 }
 
-// x / root mean square * weight, for one head.
+// x / root mean square * weight, for one head or several.
 inline void norm_head(float* x, int width, const float* weight, float eps) {
     float squares = 0;
     for (int c = 0; c < width; c++) squares += x[c] * x[c];

@@ -22,13 +22,15 @@ struct InkOperation {
     int32_t kind, in, out, flag;
     int32_t layer, columns;  // layer: of its cache group
     int32_t gated, window, rotary_half;  // rotary_half: half of the numbers of a head that are rotated, 0 for none
-    float eps, attention_scale;
+    float eps, attention_scale, attention_cap;  // attention_cap: soft cap of scores, 0 for none
     int32_t accumulates;  // whether the result is added to `out`
     int32_t group;        // of caches
-    int32_t unused;
     const InkMatrix* matrix;
-    const float *weight, *bias;  // of a norm; of the norms over query and key heads
+    const float *weight, *bias;  // of a norm; of the norms of queries and keys; weight: parameters of an activation
     const float* rope_table;     // [context, 2 * rotary_half]
+    const float* query_scale;    // [context] or null
+    int32_t norms_width;         // whether the norms of queries and keys are over all heads of a row together
+    int32_t norms_after;         // whether they follow the rotation
 };
 
 // The cache of the layers that share a window: [layer of the group, 2, block, kv head, 16 * padded head].
@@ -42,7 +44,8 @@ struct InkShape {
     int32_t query_heads, kv_heads, head_width, width;
     int32_t n_operations, n_groups;
     int32_t final_norm, padded_head;  // padded_head: head_width in whole vectors
-    float embedding_scale, soft_cap, eps;
+    float embedding_scale, logit_scale, soft_cap, eps;
+    int32_t unused;
     const float* position_embeddings;  // [context, width] or null
     const InkMatrix *embedding, *head;
     const float *final_weight, *final_bias;

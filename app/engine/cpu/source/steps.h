@@ -15,9 +15,9 @@
 
 namespace ink {
 
-// kResidual and kQkv hold float32; the others hold the number format of products.
-enum Register : int32_t { kResidual, kQkv, kNormed, kHidden, kQueries, kParallelNormed };
-inline bool is_float(int32_t id) { return id == kResidual || id == kQkv; }
+// kResidual, kQkv and kBranch hold float32; the others hold the number format of products.
+enum Register : int32_t { kResidual, kQkv, kNormed, kHidden, kQueries, kParallelNormed, kBranch };
+inline bool is_float(int32_t id) { return id == kResidual || id == kQkv || id == kBranch; }
 
 class Executor {
   public:
@@ -168,8 +168,9 @@ class Decoder : public Executor {
     void normalize(const InkOperation& op, int row) {
         const float* x = floats(op.in, row);
         norm(op.flag, x, op.columns, op.weight, op.bias, op.eps, [&](int c, Floats y) {
-            if (is_float(op.out)) convert_store(y, floats(op.out, row) + c);
-            else convert_store(y, numbers(op.out, row) + c);
+            if (!is_float(op.out)) return convert_store(y, numbers(op.out, row) + c);
+            float* to = floats(op.out, row) + c;
+            store(to, op.accumulates ? load(to) + y : y);
         });
     }
 
@@ -211,13 +212,14 @@ class Decoder : public Executor {
             });
         }
         Number* to = numbers(op.out, 0);
+        const float* of = op.weight;
         if (op.gated)
             return product([=](int row, int output, const Floats& gate, const Floats& up) {
-                convert_store(activate(flag, gate) * up, to + row * columns + output / 2);
+                convert_store(activate(flag, gate, of) * up, to + row * columns + output / 2);
             });
         product([=](int row, int output, const Floats& a, const Floats& b) {
             Number* at = to + row * columns + output;
-            convert_store(activate(flag, a), at), convert_store(activate(flag, b), at + kLanes);
+            convert_store(activate(flag, a, of), at), convert_store(activate(flag, b, of), at + kLanes);
         });
     }
 
@@ -227,18 +229,18 @@ class Decoder : public Executor {
         return static_cast<Number*>(group.numbers) + index * kBlock * shape_.padded_head;
     }
 
-    // Norms and rotates the heads; writes queries to their register, keys and values to the cache.
+    // Norms and rotates queries and keys; writes queries to their register, keys and values to the cache.
     void rotate_and_cache_row(const InkOperation& op, int row, int thread) {
         float* q = floats(op.in, row);
         const int width = shape_.head_width, n_rotated = shape_.query_heads + shape_.kv_heads;
         const auto [position, tables] = rows_[row];
-        for (int head = 0; head < n_rotated; head++) {
-            float* x = q + head * width;
-            const bool is_query = head < shape_.query_heads;
-            if (op.weight) norm_head(x, width, is_query ? op.weight : op.bias, op.eps);
-            const int half = op.rotary_half;
-            if (half) rotate(x, op.rope_table + 2L * position * half, half);
-        }
+        if (op.weight && !op.norms_after) norm_heads(op, q);
+        if (const int half = op.rotary_half)
+            for (int head = 0; head < n_rotated; head++)
+                rotate(q + head * width, op.rope_table + 2L * position * half, half);
+        if (op.weight && op.norms_after) norm_heads(op, q);
+        if (op.query_scale)
+            for (int i = 0; i < shape_.query_heads * width; i++) q[i] *= op.query_scale[position];
         std::vector<float>& buffer = padded_[thread];
         for (int head = 0; head < shape_.query_heads; head++)
             for (int c = 0; c < shape_.padded_head; c += kLanes)
@@ -250,6 +252,16 @@ class Decoder : public Executor {
             store_kv<W>(shape_, padded(k + head * width, buffer, 0),
                         padded(k + (shape_.kv_heads + head) * width, buffer, 1),
                         cache(op, 0, block, head), cache(op, 1, block, head), position % kBlock);
+    }
+
+    void norm_heads(const InkOperation& op, float* q) {
+        const int width = shape_.head_width, heads = shape_.query_heads, kv_heads = shape_.kv_heads;
+        if (op.norms_width) {
+            norm_head(q, heads * width, op.weight, op.eps);
+            return norm_head(q + heads * width, kv_heads * width, op.bias, op.eps);
+        }
+        for (int head = 0; head < heads + kv_heads; head++)
+            norm_head(q + head * width, width, head < heads ? op.weight : op.bias, op.eps);
     }
 
     // The numbers of one head, padded with zeros to whole vectors.
@@ -306,7 +318,8 @@ class Decoder : public Executor {
     }
 
     void store_logits(float* to, const Floats& x) {
-        store(to, shape_.soft_cap > 0 ? tanh(x / shape_.soft_cap) * shape_.soft_cap : x);
+        const Floats scaled = shape_.logit_scale == 1 ? x : x * shape_.logit_scale;
+        store(to, shape_.soft_cap > 0 ? tanh(scaled / shape_.soft_cap) * shape_.soft_cap : scaled);
     }
 
     const InkShape shape_;

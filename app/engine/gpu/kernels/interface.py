@@ -35,6 +35,7 @@ class NormSpec:
 
     kind: Norm
     weight: Tensor | None = None
+    """In any number format; None scales by 1."""
     bias: Tensor | None = None
     eps: float = 1e-5
 
@@ -49,9 +50,13 @@ class HeadsSpec:
     turned_dim: int
     """Numbers of each head that rotary positions rotate; unused without a rotary table."""
     q_norm: Tensor | None = None
-    """[C] weights of an RMSNorm over each query head."""
+    """[C] weights of an RMSNorm over each query head, in any number format."""
     k_norm: Tensor | None = None
     eps: float = 1e-5
+    norms_after: bool = False
+    """Whether the norms follow the rotation."""
+    query_scale_P: Tensor | None = None
+    """[P] float32: factor of the queries at each position."""
     q_factor: float = 1.0
 
 
@@ -155,16 +160,30 @@ class Kernels(Protocol):
         """
         ...
 
-    def attention(self, q_THC: Tensor, layer_cache: Tensor, batch: AttentionBatch, window: int | None, /) -> Tensor:
+    def attention(
+        self,
+        q_THC: Tensor,
+        layer_cache: Tensor,
+        batch: AttentionBatch,
+        window: int | None,
+        soft_cap: float | None = None,
+        /,
+    ) -> Tensor:
         """Computes softmax(q k^T / sqrt(C)) v of each token over its own sequence up to itself.
 
-        window: a token attends to itself and the window - 1 tokens before it. Overwrites q_THC and returns it; tokens
-        that belong to no tile stay unchanged.
+        window: a token attends to itself and the window - 1 tokens before it. soft_cap: scores become cap * tanh(scores
+        / cap). Overwrites q_THC and returns it; tokens that belong to no tile stay unchanged.
         """
         ...
 
-    def gate(self, hidden_TX: Tensor, activation: Activation, gated: bool, /) -> Tensor:
-        """[T, F]: activation(first half), rounded, times the second half; if not gated, activation(all)."""
+    def gate(
+        self, hidden_TX: Tensor, activation: Activation, gated: bool, parameters: Tensor | None = None, /
+    ) -> Tensor:
+        """[T, F]: activation(first half), rounded, times the second half; if not gated, activation(all).
+
+        parameters: float32, of ACTIVATION_PARAMETERS in model/decoder_program.py: what activation_parameters() of
+        model/nn/layers.py makes of the weights.
+        """
         ...
 
     def sample(

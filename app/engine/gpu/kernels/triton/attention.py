@@ -107,7 +107,7 @@ def _first_split(position, WINDOW: tl.constexpr, SPLIT: tl.constexpr):
     return tl.maximum(position - WINDOW + 1, 0) // SPLIT if WINDOW else position * 0
 
 
-_LOG2_E = 1.4426950408889634
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -120,9 +120,11 @@ def _slots(table_ptr, block, position_L, BLOCK: tl.constexpr, POSITIONS: tl.cons
 
 
 @triton.jit
-def _scores(q_RC, k_LC, key_position_L, valid_L, position_R, scale, WINDOW: tl.constexpr):
-    """Scores to the base 2, -inf where masked."""
+def _scores(q_RC, k_LC, key_position_L, valid_L, position_R, scale, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr):
+    """Scores to the base 2, -inf where masked. scale: with a soft cap, to the base of 2 scores / cap."""
     scores_RL = tl.dot(q_RC, tl.trans(k_LC), input_precision="ieee") * scale
+    if SOFT_CAP > 0:  # tanh u is 1 - 2 / (1 + exp(2 u))
+        scores_RL = (1.0 - 2.0 / (1.0 + tl.exp2(scores_RL))) * (SOFT_CAP * LOG2_E)
     visible_RL = valid_L[None, :] & (key_position_L[None, :] <= position_R[:, None])
     if WINDOW:
         visible_RL = visible_RL & (key_position_L[None, :] > position_R[:, None] - WINDOW)
@@ -132,8 +134,8 @@ def _scores(q_RC, k_LC, key_position_L, valid_L, position_R, scale, WINDOW: tl.c
 @triton.jit
 def _split(
     q_RC, position_R, table_ptr, k_ptr, value_offset, split, start, stop, scale,
-    SLOT: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr,
-    POSITIONS: tl.constexpr,
+    SLOT: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
+    SPLIT: tl.constexpr, POSITIONS: tl.constexpr,
 ):  # fmt: skip
     """(maximum [R], sum [R], values [R, C]) of the rows over one split. start, stop: positions visible to any row."""
     max_R = tl.full((q_RC.shape[0],), float("-inf"), tl.float32)
@@ -153,7 +155,7 @@ def _split(
         valid_LC = valid_L[:, None] & (column_C < HEAD_DIM)[None, :]
         k_LC = tl.load(k_ptr + offset_LC, mask=valid_LC, other=0.0)
         v_LC = tl.load(k_ptr + value_offset + offset_LC, mask=valid_LC, other=0.0)
-        scores_RL = _scores(q_RC, k_LC, key_position_L, valid_L, position_R, scale, WINDOW)
+        scores_RL = _scores(q_RC, k_LC, key_position_L, valid_L, position_R, scale, WINDOW, SOFT_CAP)
         new_max_R = tl.maximum(max_R, tl.max(scores_RL, axis=1))
         safe_max_R = tl.where(new_max_R == float("-inf"), 0.0, new_max_R)
         weights_RL = tl.exp2(scores_RL - safe_max_R[:, None])
@@ -170,8 +172,8 @@ def _attend(
     q_ptr, cache_ptr, rows_ptr, values_ptr, statistics_ptr, value_offset, scale,
     first_row, kv_head, token, position, length, split, partial,
     N_HEADS: tl.constexpr, N_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr,
-    BLOCK: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, POSITIONS: tl.constexpr,
-    HAS_SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr,
+    POSITIONS: tl.constexpr, HAS_SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Some rows of a tile with one kv head: all splits into q, or one (not negative) into values and statistics."""
     GROUP: tl.constexpr = N_HEADS // N_KV_HEADS
@@ -189,13 +191,13 @@ def _attend(
         first, last = tl.maximum(first, split), tl.minimum(last, split + 1)
     max_R, sum_R, out_RC = _split(
         q_RC, position_R, rows_ptr, cache_ptr + kv_head * HEAD_DIM, value_offset, first, start, stop, scale,
-        N_KV_HEADS * HEAD_DIM, BLOCK, HEAD_DIM, WINDOW, SPLIT, POSITIONS,
+        N_KV_HEADS * HEAD_DIM, BLOCK, HEAD_DIM, WINDOW, SOFT_CAP, SPLIT, POSITIONS,
     )  # fmt: skip
     if HAS_SPLITS:
         for other in range(first + 1, last):
             other_max_R, other_sum_R, other_out_RC = _split(
                 q_RC, position_R, rows_ptr, cache_ptr + kv_head * HEAD_DIM, value_offset, other, start, stop, scale,
-                N_KV_HEADS * HEAD_DIM, BLOCK, HEAD_DIM, WINDOW, SPLIT, POSITIONS,
+                N_KV_HEADS * HEAD_DIM, BLOCK, HEAD_DIM, WINDOW, SOFT_CAP, SPLIT, POSITIONS,
             )  # fmt: skip
             max_R, sum_R, out_RC = merge_softmax(max_R, sum_R, out_RC, other_max_R, other_sum_R, other_out_RC)
     if HAS_SPLITS and split >= 0:
@@ -215,7 +217,7 @@ def attention_kernel(
     values_ptr, statistics_ptr, value_offset, scale,
     N_HEADS: tl.constexpr, N_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr,
     BLOCK: tl.constexpr, TABLE: tl.constexpr, TILE_TOKENS: tl.constexpr, WINDOW: tl.constexpr,
-    ROWS: tl.constexpr, SPLIT: tl.constexpr, POSITIONS: tl.constexpr, HAS_WORK: tl.constexpr,
+    SOFT_CAP: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, POSITIONS: tl.constexpr, HAS_WORK: tl.constexpr,
     HAS_SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Every n-th item of the work, for n programs; without work the one tile of the program's number."""
@@ -236,7 +238,7 @@ def attention_kernel(
                 q_ptr, cache_ptr, table_ptr + row.to(tl.int64) * TABLE, values_ptr, statistics_ptr,
                 value_offset, scale, first_row, tl.program_id(1), tl.load(start_ptr + tile),
                 tl.load(position_ptr + tile), length, split, partial,
-                N_HEADS, N_KV_HEADS, HEAD_DIM, PADDED, BLOCK, WINDOW, ROWS, SPLIT, POSITIONS,
+                N_HEADS, N_KV_HEADS, HEAD_DIM, PADDED, BLOCK, WINDOW, SOFT_CAP, ROWS, SPLIT, POSITIONS,
                 HAS_SPLITS,
             )  # fmt: skip
 
@@ -312,7 +314,12 @@ def _parts(batch: AttentionBatch, n_heads: int, n_kv_heads: int) -> int:
 
 
 def attention(
-    q_THC: Tensor, layer_cache: Tensor, batch: AttentionBatch, window: int, shared_bytes: int = SHARED_BYTES
+    q_THC: Tensor,
+    layer_cache: Tensor,
+    batch: AttentionBatch,
+    window: int,
+    soft_cap: float = 0.0,
+    shared_bytes: int = SHARED_BYTES,
 ) -> Tensor:
     """See Kernels.attention. shared_bytes: shared memory limit of a program; the bits do not depend on it.
 
@@ -329,11 +336,12 @@ def attention(
     )
     sizes = {"HEAD_DIM": head_dim, "PADDED": padded_dim(head_dim), "WINDOW": window, "SPLIT": SPLIT}
     tiles = (batch.tile_start_X, batch.tile_position_X, batch.tile_length_X)
+    scale = head_dim**-0.5 * LOG2_E.value * (2 / soft_cap if soft_cap else 1.0)
     attention_kernel[(programs * parts, n_kv_heads)](
         q_THC, layer_cache, batch.block_table_RB, batch.tile_row_X, *tiles, *(work or (batch.tile_row_X,) * 3),
-        values_XHC, statistics_XH2, layer_cache.stride(0), head_dim**-0.5 * _LOG2_E,
+        values_XHC, statistics_XH2, layer_cache.stride(0), scale,
         N_HEADS=n_heads, N_KV_HEADS=n_kv_heads, BLOCK=layer_cache.shape[2], TABLE=batch.block_table_RB.shape[1],
-        TILE_TOKENS=batch.tile_tokens, ROWS=ROWS,
+        TILE_TOKENS=batch.tile_tokens, ROWS=ROWS, SOFT_CAP=soft_cap,
         HAS_WORK=work is not None, HAS_SPLITS=batch.max_splits > 1,
         **sizes, **attention_launch(padded_dim(head_dim), q_THC.element_size(), shared_bytes),
     )  # fmt: skip

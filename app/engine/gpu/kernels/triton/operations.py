@@ -102,7 +102,7 @@ def add_norm(
 
 
 @triton.jit
-def _activate(x_X, KIND: tl.constexpr):
+def _activate(x_X, parameters_ptr, KIND: tl.constexpr):
     """Activation in float32; 0.5 (1 + tanh u) is sigmoid(2 u)."""
     if KIND == "relu":
         return tl.where(x_X < 0, 0.0, x_X)  # NaN stays NaN, as in torch
@@ -110,33 +110,42 @@ def _activate(x_X, KIND: tl.constexpr):
         return 0.5 * x_X * (1.0 + tl.erf(x_X * 0.7071067811865476))
     if KIND == "gelu_tanh":
         return x_X / (1.0 + tl.exp(-1.5957691216057308 * (x_X + 0.044715 * x_X * x_X * x_X)))
+    if KIND == "relu2":
+        return tl.where(x_X < 0, 0.0, x_X * x_X)
+    if KIND == "xielu":
+        left_X = (tl.exp(tl.where(x_X < 0, x_X, 0.0)) - 1.0 - x_X) * tl.load(parameters_ptr + 1)
+        return tl.where(x_X > 0, tl.load(parameters_ptr) * x_X * x_X, left_X) + 0.5 * x_X
     return x_X / (1.0 + tl.exp(-x_X))
 
 
 @triton.jit
 def gate_kernel(
-    hidden_ptr, out_ptr, WIDTH: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr, COLUMNS: tl.constexpr
-):
+    hidden_ptr, parameters_ptr, out_ptr,
+    WIDTH: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Activates some columns of one row."""
     row = tl.program_id(0).to(tl.int64)
     column_X = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     valid_X = column_X < WIDTH
     first_ptr = hidden_ptr + row * (2 * WIDTH if GATED else WIDTH)
     gate_X = tl.load(first_ptr + column_X, mask=valid_X, other=0.0)
-    out_X = _activate(gate_X.to(tl.float32), KIND).to(gate_X.dtype)
+    out_X = _activate(gate_X.to(tl.float32), parameters_ptr, KIND).to(gate_X.dtype)
     if GATED:
         up_X = tl.load(first_ptr + WIDTH + column_X, mask=valid_X, other=0.0)
         out_X = (out_X.to(tl.float32) * up_X.to(tl.float32)).to(gate_X.dtype)
     tl.store(out_ptr + row * WIDTH + column_X, out_X, mask=valid_X)
 
 
-def gate(hidden_TX: Tensor, activation: Activation, gated: bool) -> Tensor:
+def gate(hidden_TX: Tensor, activation: Activation, gated: bool, parameters: Tensor | None = None) -> Tensor:
     """See Kernels.gate."""
     assert hidden_TX.is_contiguous()
     n_tokens, width = hidden_TX.shape[0], hidden_TX.shape[1] // (2 if gated else 1)
     out_TF = torch.empty(n_tokens, width, dtype=hidden_TX.dtype, device=hidden_TX.device)
     grid = (n_tokens, triton.cdiv(width, COLUMNS))
-    gate_kernel[grid](hidden_TX, out_TF, WIDTH=width, KIND=activation, GATED=gated, COLUMNS=COLUMNS, **ROW_LAUNCH)
+    gate_kernel[grid](
+        hidden_TX, hidden_TX if parameters is None else parameters, out_TF,
+        WIDTH=width, KIND=activation, GATED=gated, COLUMNS=COLUMNS, **ROW_LAUNCH,
+    )  # fmt: skip
     return out_TF
 
 
@@ -199,6 +208,7 @@ def split_heads_kernel(
     position_ptr,
     rope_ptr,
     slot_ptr,
+    query_scale_ptr,
     q_ptr,
     cache_ptr,
     value_offset,
@@ -211,6 +221,8 @@ def split_heads_kernel(
     HALF: tl.constexpr,
     HAS_Q_NORM: tl.constexpr,
     HAS_K_NORM: tl.constexpr,
+    NORMS_AFTER: tl.constexpr,
+    HAS_QUERY_SCALE: tl.constexpr,
     HEADS: tl.constexpr,
 ):
     """HALF: half of the rotated numbers, 0 for none. value_offset: numbers from a layer's keys to its values."""
@@ -226,16 +238,27 @@ def split_heads_kernel(
     scale_N = tl.rsqrt(tl.sum(x_NX * x_NX, axis=1) / HEAD_DIM + eps)
     has_norm_N = (is_q_N & HAS_Q_NORM) | (is_k_N & HAS_K_NORM)
     weight_NX = _norm_weights(q_norm_ptr, k_norm_ptr, column_X, valid_X, is_q_N, HAS_Q_NORM, HAS_K_NORM)
-    x_NX = _apply_norm(raw_NX, scale_N, weight_NX, has_norm_N)
+    if not NORMS_AFTER:
+        x_NX = _apply_norm(raw_NX, scale_N, weight_NX, has_norm_N)
     if HALF:
         # Number i is rotated with number i + HALF: the other number of each pair is loaded and normed again.
         other_X = tl.where(column_X < HALF, column_X + HALF, tl.where(column_X < 2 * HALF, column_X - HALF, column_X))
         other_NX = tl.load(from_ptr + other_X[None, :], mask=valid_NX, other=0.0)
-        weight_NX = _norm_weights(q_norm_ptr, k_norm_ptr, other_X, valid_X, is_q_N, HAS_Q_NORM, HAS_K_NORM)
-        other_NX = _apply_norm(other_NX, scale_N, weight_NX, has_norm_N)
+        if NORMS_AFTER:
+            other_NX = other_NX.to(tl.float32)
+        else:
+            other_weight_NX = _norm_weights(q_norm_ptr, k_norm_ptr, other_X, valid_X, is_q_N, HAS_Q_NORM, HAS_K_NORM)
+            other_NX = _apply_norm(other_NX, scale_N, other_weight_NX, has_norm_N)
         cos_X, sin_X = _rope(rope_ptr, tl.load(position_ptr + token), column_X, HALF)
         rotated_NX = (x_NX * cos_X[None, :] + other_NX * sin_X[None, :]).to(raw_NX.dtype).to(tl.float32)
         x_NX = tl.where((is_q_N | is_k_N)[:, None] & (column_X < 2 * HALF)[None, :], rotated_NX, x_NX)
+    if NORMS_AFTER:
+        scale_N = tl.rsqrt(tl.sum(x_NX * x_NX, axis=1) / HEAD_DIM + eps)
+        x_NX = _apply_norm(x_NX.to(raw_NX.dtype), scale_N, weight_NX, has_norm_N)
+    if HAS_QUERY_SCALE:
+        query_scale = tl.load(query_scale_ptr + tl.load(position_ptr + token).to(tl.int64))
+        scaled_NX = (x_NX * query_scale).to(raw_NX.dtype).to(tl.float32)
+        x_NX = tl.where(is_q_N[:, None], scaled_NX, x_NX)
     q_offset_N = (token * N_HEADS + head_N) * HEAD_DIM
     q_NX = (x_NX * q_factor).to(raw_NX.dtype)
     tl.store(q_ptr + q_offset_N[:, None] + column_X[None, :], q_NX, mask=valid_NX & is_q_N[:, None])
@@ -264,6 +287,7 @@ def split_heads(
         positions_T,
         qkv_TX if rope_PC is None else rope_PC,
         slots_T,
+        qkv_TX if spec.query_scale_P is None else spec.query_scale_P,
         q_THC,
         layer_cache,
         layer_cache.stride(0),
@@ -276,6 +300,8 @@ def split_heads(
         HALF=0 if rope_PC is None else spec.turned_dim // 2,
         HAS_Q_NORM=spec.q_norm is not None,
         HAS_K_NORM=spec.k_norm is not None,
+        NORMS_AFTER=spec.norms_after,
+        HAS_QUERY_SCALE=spec.query_scale_P is not None,
         HEADS=HEADS,
         **ROW_LAUNCH,
     )
@@ -342,6 +368,13 @@ class TritonKernels:
         """See Kernels.divide_attention."""
         return divide_attention(batch, n_heads, n_kv_heads, head_dim, window or 0, self._partial_bytes)
 
-    def attention(self, q_THC: Tensor, layer_cache: Tensor, batch: AttentionBatch, window: int | None) -> Tensor:
+    def attention(
+        self,
+        q_THC: Tensor,
+        layer_cache: Tensor,
+        batch: AttentionBatch,
+        window: int | None,
+        soft_cap: float | None = None,
+    ) -> Tensor:
         """See Kernels.attention."""
-        return attention(q_THC, layer_cache, batch, window or 0, self._shared_bytes)
+        return attention(q_THC, layer_cache, batch, window or 0, soft_cap or 0.0, self._shared_bytes)
