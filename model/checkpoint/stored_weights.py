@@ -117,10 +117,10 @@ class StoredWeights:
         checked: list[tuple[StoredTensor, Any]] = []
         for name in self.mappings if names is None else names:
             mapping, parts = self.mappings[name], []
-            for source, _ in mapping.source:
+            for index, (source, _) in enumerate(mapping.source):
                 part, is_finite = target.convert(_mapped(self.tensors[source]))
                 checked.append((self.tensors[source], is_finite))
-                parts.append(mapping.load(part))
+                parts.append(mapping.load(index, part))
             state[name] = target.join(parts)
         for stored, is_finite in checked:
             if not is_finite:
@@ -218,7 +218,7 @@ def _match(family: FamilySpec, config: ModelConfig, index: TensorIndex) -> dict[
     may_untie = not family.names or "untied_head" in family.names
     untied = dataclasses.replace(config, tied_head=False) if may_untie else config
     mappings = {
-        mapping.target: mapping.without_prefix(family.prefix) if strips_prefix else mapping
+        mapping.target: mapping.renamed(lambda name: name.removeprefix(family.prefix)) if strips_prefix else mapping
         for mapping in family.mappings(untied)
     }
     head = mappings.pop("untied_head", None) if config.tied_head else None

@@ -6,12 +6,11 @@ import re
 from typing import Any
 
 from model.config import LayerKind, ModelConfig
+from model.families.layouts import transposed
 from model.families.spec import (
     ACTIVATION_NAMES,
     FamilySpec,
     Raw,
-    Tensor,
-    TensorMapping,
     activation,
     head_size,
     read_fields,
@@ -31,17 +30,6 @@ _NAMES = {
     "blocks.N.mlp.up": "transformer.h.N.mlp.c_fc",
     "blocks.N.mlp.down": "transformer.h.N.mlp.c_proj",
 }
-
-
-def _transposed(_config: ModelConfig, mapping: TensorMapping) -> TensorMapping:
-    if not re.search(r"(attention|mlp)\.\w+\.weight$", mapping.target):
-        return mapping
-    ((name, (rows, columns)),) = mapping.source
-    return TensorMapping(mapping.target, ((name, (columns, rows)),), load=_transpose, save=_transpose)
-
-
-def _transpose(matrix: Tensor) -> Tensor:
-    return matrix.T
 
 
 _KEYS = {
@@ -86,7 +74,7 @@ GPT2 = FamilySpec(
     read=_read,
     write=_write,
     names=_NAMES,
-    layout=_transposed,
+    layout=transposed,
     prefix="transformer.",
     ignored=re.compile(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)"),
 )

@@ -6,18 +6,19 @@ import re
 from functools import partial
 from typing import Any
 
-from model.config import ConfigError, LayerKind, ModelConfig, Rope, check_field
+from model.config import LayerKind, ModelConfig, Rope, check_field
+from model.families.rope import read_rope, rope_parameters, write_rope
 from model.families.spec import (
     ACTIVATION_NAMES,
     FamilySpec,
+    Layers,
     Raw,
     activation,
     read_fields,
-    read_rope,
+    read_layers,
+    read_windows,
     require_values,
-    rope_parameters,
     write_fields,
-    write_rope,
 )
 
 _ATTENTION, _MLP = "model.layers.N.self_attn", "model.layers.N.mlp"
@@ -48,17 +49,17 @@ _KEYS = {
 }
 
 
-def _read(raw: Raw, *, default_kv_heads: int | None = None, window: int | None = None, **dialect: Any) -> ModelConfig:
+def _read(
+    raw: Raw, *, default_kv_heads: int | None = None, layers: Layers | None = None, **dialect: Any
+) -> ModelConfig:
+    """layers: of read_layers(), if they are of several kinds."""
     for section in (raw, rope_parameters(raw)):
         require_values(section, partial_rotary_factor=1.0)
     sizes = read_fields(raw, _KEYS, n_kv_heads=default_kv_heads, head_dim=None, norm_eps=1e-6, tied_head=False)
     sizes["n_kv_heads"] = sizes["n_kv_heads"] or sizes["n_heads"]
     sizes["head_dim"] = sizes["head_dim"] or sizes["width"] // sizes["n_heads"]
-    check_field("window", window, "sliding_window", LayerKind)
-    kinds = (LayerKind(window=window, rope=read_rope(raw)),)
-    return ModelConfig(
-        **{**sizes, "activation": activation(raw.get("hidden_act", "silu")), "layer_kinds": kinds, **dialect}
-    )
+    layers = layers or {"layer_kinds": (LayerKind(rope=read_rope(raw)),)}
+    return ModelConfig(**{**sizes, "activation": activation(raw.get("hidden_act", "silu")), **layers, **dialect})
 
 
 def _attention_bias(raw: Raw) -> Any:
@@ -71,32 +72,28 @@ def _read_llama(raw: Raw) -> ModelConfig:
 
 
 def _read_mistral(raw: Raw) -> ModelConfig:
-    return _read(raw, default_kv_heads=8, window=raw.get("sliding_window", 4096))
+    window = raw.get("sliding_window", 4096)
+    check_field("window", window, "sliding_window", LayerKind)
+    return _read(raw, default_kv_heads=8, layers={"layer_kinds": (LayerKind(window=window, rope=read_rope(raw)),)})
 
 
 def _read_qwen2(raw: Raw) -> ModelConfig:
-    return _read(raw, default_kv_heads=32, qkv_bias=True, window=_qwen_window(raw))
+    return _read(raw, default_kv_heads=32, qkv_bias=True, layers=_qwen_layers(raw))
 
 
 def _read_qwen3(raw: Raw) -> ModelConfig:
     bias = _attention_bias(raw)
     dialect = {"qkv_bias": bias, "out_bias": bias, "head_dim": raw.get("head_dim") or 128}
-    return _read(raw, default_kv_heads=32, qk_norm="head", window=_qwen_window(raw), **dialect)
+    return _read(raw, default_kv_heads=32, qk_norm="head", layers=_qwen_layers(raw), **dialect)
 
 
-def _qwen_window(raw: Raw) -> int | None:
-    """Qwen uses the window in layers from max_window_layers on; this one in all layers or none."""
-    window: int | None = raw.get("sliding_window", 4096) if raw.get("use_sliding_window", False) else None
-    kinds = set(raw.get("layer_types") or ())
-    if not kinds:
-        first = raw.get("max_window_layers", 28)
-        kinds |= {"full_attention"} if first > 0 else set()
-        kinds |= {"sliding_attention"} if first < raw["num_hidden_layers"] else set()
-    if window is None or kinds == {"full_attention"}:
+def _qwen_layers(raw: Raw) -> Layers | None:
+    """By default the layers from max_window_layers on have a window."""
+    if not raw.get("use_sliding_window", False):
         return None
-    if kinds != {"sliding_attention"}:
-        raise ConfigError("a sliding window on some layers only is not supported; all layers or none")
-    return window
+    first, window, rope = raw.get("max_window_layers", 28), raw.get("sliding_window", 4096), read_rope(raw)
+    windows = read_windows(raw, "num_hidden_layers", window, lambda layer: layer >= first)
+    return read_layers(len(windows), lambda layer: LayerKind(window=windows[layer], rope=rope))
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
@@ -112,10 +109,10 @@ def _write_llama(config: ModelConfig) -> dict[str, Any]:
 
 
 def _write_qwen3(config: ModelConfig) -> dict[str, Any]:
-    window = config.layer_kinds[0].window
-    kind = "full_attention" if window is None else "sliding_attention"
+    window = next(filter(None, config.windows), None)
+    types = ["full_attention" if each is None else "sliding_attention" for each in config.windows]
     sliding = {"use_sliding_window": window is not None, "sliding_window": window, "max_window_layers": 0}
-    return {**_write(config), **sliding, "layer_types": [kind] * config.n_layers, "attention_bias": config.out_bias}
+    return {**_write(config), **sliding, "layer_types": types, "attention_bias": config.out_bias}
 
 
 _family = partial(FamilySpec, names=_NAMES, prefix="model.", ignored=re.compile(r".*rotary_emb\.inv_freq"))

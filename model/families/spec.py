@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from model.config import Activation, ConfigError, LayerKind, ModelConfig, Rope, check_field
+from model.config import Activation, ConfigError, LayerKind, ModelConfig, check_field
 from model.parameter_shapes import parameter_shapes
 
 Raw = Mapping[str, Any]
@@ -26,20 +26,40 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
+class Conversion:
+    """Between the file's layout of a tensor and the Decoder's (model/families/layouts.py)."""
+
+    load: Callable[[Tensor], Tensor] = _same
+    save: Callable[[Tensor], Tensor] = _same
+    """The inverse of `load`."""
+
+
+@dataclass(frozen=True, slots=True)
 class TensorMapping:
     """A Decoder tensor, and the tensors of the file that it concatenates, in order."""
 
     target: str
     source: tuple[tuple[str, Shape], ...]
     """Names and shapes in the file."""
-    load: Callable[[Tensor], Tensor] = _same
-    """Converts the file's layout to the Decoder's."""
-    save: Callable[[Tensor], Tensor] = _same
-    """The inverse of `load`."""
+    conversions: tuple[Conversion, ...] = ()
+    """Of each source; empty if the file has the Decoder's layout."""
 
-    def without_prefix(self, prefix: str) -> TensorMapping:
-        """The same from files whose names lack `prefix`."""
-        return replace(self, source=tuple((name.removeprefix(prefix), shape) for name, shape in self.source))
+    def load(self, index: int, tensor: Tensor) -> Tensor:
+        """Source `index` in the Decoder's layout."""
+        return self.conversions[index].load(tensor) if self.conversions else tensor
+
+    def save(self, whole: Tensor) -> dict[str, Tensor]:
+        """The file's tensors, by name."""
+        parts = whole.split([shape[0] for _, shape in self.source]) if len(self.source) > 1 else (whole,)
+        conversions = self.conversions or (Conversion(),) * len(parts)
+        return {
+            name: conversion.save(part).contiguous()
+            for (name, _), conversion, part in zip(self.source, conversions, parts, strict=True)
+        }
+
+    def renamed(self, rename: Callable[[str], str]) -> TensorMapping:
+        """The same from files with other names."""
+        return replace(self, source=tuple((rename(name), shape) for name, shape in self.source))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +77,7 @@ class FamilySpec:
     None if no model of this type is trained from scratch: fine-tuning keeps the config.json that it finds.
     """
     names: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
-    """Modules (or tensors outside of modules) of the Decoder -> names in the files, with N for the number of the layer.
+    """Modules (or whole tensors) of the Decoder -> names in the files, with N for the number of the layer.
 
     Several names are q, k, v of attention.qkv, and gate, up of mlp.up. Without names, the files have the Decoder's. A
     family whose head is always the embedding has no untied_head.
@@ -86,12 +106,17 @@ class FamilySpec:
         if not self.names:
             return [target]
         layer = _LAYER.search(target)
-        module, _, suffix = _LAYER.sub("N", target).rpartition(".")
-        if (found := self.names.get(module or suffix)) is None:
+        whole = _LAYER.sub("N", target)
+        module, dot, suffix = whole.rpartition(".")
+        if whole in self.names:
+            found, dot, suffix = self.names[whole], "", ""
+        elif module in self.names:
+            found = self.names[module]
+        else:
             raise ConfigError(f"a {self.name} with {target} is not supported")
         names = (found,) if isinstance(found, str) else found
         number = layer[0] if layer else ""
-        return [name.replace(".N.", f".{number}.") + (f".{suffix}" if module else "") for name in names]
+        return [f"{name.replace('.N.', f'.{number}.')}{dot}{suffix}" for name in names]
 
     def shapes(self, config: ModelConfig) -> dict[str, Shape]:
         """Name and shape of every tensor that the files must hold; they hold no others."""
@@ -101,9 +126,7 @@ class FamilySpec:
         """The family's tensors, split from the Decoder's."""
         tensors: dict[str, Tensor] = {}
         for mapping in self.mappings(config):
-            whole = mapping.save(state[mapping.target])
-            parts = whole.split([shape[0] for _, shape in mapping.source])
-            tensors |= {name: part.contiguous() for (name, _), part in zip(mapping.source, parts, strict=True)}
+            tensors |= mapping.save(state[mapping.target])
         return tensors
 
 
@@ -135,67 +158,42 @@ def activation(name: object) -> Activation:
     return _ACTIVATIONS[name]
 
 
-def rope_parameters(raw: Raw) -> Mapping[str, Any]:
-    """rope_parameters of transformers 5, or rope_scaling of older versions, which wins if both are present."""
-    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    if not isinstance(rope, Mapping):
-        raise ConfigError(f"the rope scaling must be an object, not {rope!r}")
-    return rope
+Layers = Mapping[str, Any]
+"""layer_kinds and layer_types of a ModelConfig."""
 
 
-def read_rope(raw: Raw, dim: int | None = None) -> Rope:
-    """The rotation of a config.json of transformers 4 or 5. dim: see Rope. Raises ConfigError, KeyError.
-
-    A family with several rotations makes the others itself, as Rope(theta=...): these keys are for all layers.
-    """
-    rope = rope_parameters(raw)
-    places = ((rope, "rope_theta"), (raw, "rotary_emb_base"), (raw, "rope_theta"))
-    bases = ((key, place[key]) for place, key in places if place.get(key) is not None)
-    key, theta = next(bases, ("rope_theta", 10_000.0))
-    check_field("theta", theta, key, Rope)
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind not in ("default", "linear", "llama3"):
-        raise ConfigError(f"rope scaling {kind!r} is not supported; supported: default, linear, llama3")
-    if kind == "default":
-        return Rope(theta=theta, dim=dim)
-    if kind == "linear":
-        return Rope(theta=theta, dim=dim, kind="linear", factor=rope["factor"])
-    return Rope(
-        theta=theta,
-        dim=dim,
-        kind="llama3",
-        factor=rope["factor"],
-        low_freq_factor=rope["low_freq_factor"],
-        high_freq_factor=rope["high_freq_factor"],
-        original_context=raw.get("original_max_position_embeddings")
-        or rope.get("original_max_position_embeddings")
-        or raw["max_position_embeddings"],
-    )
-
-
-def write_rope(rope: Rope) -> dict[str, Any]:
-    """RoPE keys for transformers 4 and 5."""
-    keys: dict[str, Any] = {"rope_type": rope.kind}
-    if rope.kind != "default":
-        keys["factor"] = rope.factor
-    if rope.kind == "llama3":
-        keys["low_freq_factor"], keys["high_freq_factor"] = rope.low_freq_factor, rope.high_freq_factor
-        keys["original_max_position_embeddings"] = rope.original_context
-    return {
-        "rope_theta": rope.theta,
-        "rope_scaling": None if rope.kind == "default" else keys,
-        "rope_parameters": {**keys, "rope_theta": rope.theta},
-    }
-
-
-def read_layers(n_layers: int, kind_of: Callable[[int], LayerKind]) -> dict[str, Any]:
+def read_layers(n_layers: int, kind_of: Callable[[int], LayerKind]) -> Layers:
     """layer_kinds and layer_types of a ModelConfig, from the kind of the layer with each index. Raises ConfigError."""
-    if n_layers > _MAX_LAYERS:  # the file may ask for billions
-        raise ConfigError(f"{n_layers} layers of several kinds are not supported, at most {_MAX_LAYERS}")
-    kinds = [kind_of(layer) for layer in range(n_layers)]
+    kinds = [kind_of(layer) for layer in range(_check_layers(n_layers))]
     different = tuple(dict.fromkeys(kinds))
     types = tuple(map(different.index, kinds)) if len(different) > 1 else ()
     return {"layer_kinds": different, "layer_types": types}
+
+
+def read_windows(raw: Raw, n_layers: str, window: object, default: Callable[[int], bool]) -> list[int | None]:
+    """The window of each layer, by layer_types or else `default`, which says whether a layer has one.
+
+    n_layers: key of the number of layers. window: of the layers that have one; None for none. Raises ConfigError.
+    """
+    check_field("window", window, "sliding_window", LayerKind)
+    check_field("n_layers", raw[n_layers], n_layers)
+    count, types = _check_layers(raw[n_layers]), raw.get("layer_types")
+    if types is None:
+        types = ["sliding_attention" if default(layer) else "full_attention" for layer in range(count)]
+    if not isinstance(types, list) or len(types) != count:
+        raise ConfigError(f"layer_types must be a list of {count} names, one for each layer")
+    if unknown := [name for name in types if name not in ("full_attention", "sliding_attention")]:
+        raise ConfigError(
+            f"layer_types has {unknown[0]!r:.40}, which is not supported, only full_attention and sliding_attention"
+        )
+    return [window if name == "sliding_attention" else None for name in types]  # type: ignore[misc]
+
+
+def _check_layers(n_layers: int) -> int:
+    """The number of layers, which a file may put at billions. Raises ConfigError."""
+    if n_layers > _MAX_LAYERS:
+        raise ConfigError(f"{n_layers} layers of several kinds are not supported, at most {_MAX_LAYERS}")
+    return n_layers
 
 
 _DERIVED = {"n_kv_heads", "head_dim", "mlp_width"}

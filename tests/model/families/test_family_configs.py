@@ -142,9 +142,9 @@ def test_buffers_of_older_exporters_are_known_and_are_no_parameters(case: str) -
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    *[("llama", {"rope_scaling": {"type": kind, "factor": 2.0}}, kind) for kind in ("dynamic", "yarn", "longrope")],
-    *[("qwen2", {"rope_parameters": {"rope_type": kind}}, kind) for kind in ("dynamic", "yarn", "longrope")],
-    ("gpt_neox", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "'yarn' is not supported.*linear, llama3"),
+    *[("llama", {"rope_scaling": {"type": kind, "factor": 2.0}}, kind) for kind in ("mrope", "proportional")],
+    *[("qwen2", {"rope_parameters": {"rope_type": kind}}, kind) for kind in ("mrope", "proportional")],
+    ("gpt_neox", {"rope_scaling": {"rope_type": "ntk", "factor": 2.0}}, "'ntk' is not supported.*linear, llama3"),
     ("llama", {"rope_scaling": {"type": "linear"}}, "factor"),
     ("llama", {"rope_scaling": {"type": "linear", "factor": 0}}, "factor"),
     ("llama", {"rope_scaling": {"type": "llama3", "factor": 2.0}}, "low_freq_factor"),
@@ -164,9 +164,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gpt_neox", {"rotary_pct": [1]}, r"rotary_pct .* cannot be \[1\]: it must be a number from 0 to 1"),
     ("gpt_neox", {"rotary_pct": "1"}, "rotary_pct .* must be a number"),
     ("gpt_neox", {"rope_parameters": {"partial_rotary_factor": 2}}, "partial_rotary_factor.* cannot be 2"),
-    ("qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}, "some layers only"),
-    ("qwen3", {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}, "some layers"),
-    ("qwen3", {"use_sliding_window": True, "layer_types": ["chunked_attention"]}, "some layers"),
+    ("qwen3", {"use_sliding_window": True, "layer_types": ["full_attention"]}, "a list of 2 names"),
+    ("qwen3", {"use_sliding_window": True, "layer_types": ["chunked_attention"] * 2}, "'chunked_attention'.*not supp"),
+    ("qwen2", {"use_sliding_window": True, "layer_types": "sliding_attention"}, "a list of 2 names"),
     ("mistral", {"sliding_window": 0}, "sliding_window"),
     ("llama", {"rope_theta": 0}, "^rope_theta cannot be 0"),
     ("llama", {"rope_parameters": {"rope_theta": "1e4"}}, "^rope_theta cannot be '1e4'"),

@@ -38,7 +38,7 @@ CASES: dict[str, dict[str, Any]] = {
     "mistral-c": {**_heads(3, 3, 24), "sliding_window": 64, "hidden_act": "relu"},
     "qwen2-a": {**_heads(6, 2), "hidden_size": 120, "tie_word_embeddings": True},
     "qwen2-b": {**_heads(4, 4), **_SLIDING, "sliding_window": 10, "rope_parameters": {**_SCALED, "rope_theta": 1e6}},
-    "qwen2-c": {**_heads(4, 1), "hidden_size": 96, **_SLIDING, "sliding_window": 5, "max_window_layers": 2},
+    "qwen2-c": {**_heads(4, 1), "hidden_size": 96, **_SLIDING, "sliding_window": 5, "max_window_layers": 1},
     "qwen3-a": {**_heads(6, 2, 20), "attention_bias": True, "tie_word_embeddings": True},
     "qwen3-b": {**_heads(8, 2, 12), **_SLIDING, "sliding_window": 9},
     "qwen3-c": {**_heads(3, 3, 24), "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},

@@ -1,0 +1,90 @@
+"""Orders in which files store matrices, other than the Decoder's: for `layout` of a FamilySpec."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+
+from model.config import ModelConfig
+from model.families.spec import Conversion, Tensor, TensorMapping
+
+
+def transposed(_config: ModelConfig, mapping: TensorMapping) -> TensorMapping:
+    """Matrices of blocks are stored as [columns, rows]."""
+    if not re.search(r"(attention|mlp)\.\w+\.weight$", mapping.target):
+        return mapping
+    ((name, (rows, columns)),) = mapping.source
+    return TensorMapping(mapping.target, ((name, (columns, rows)),), (Conversion(_transpose, _transpose),))
+
+
+def _transpose(matrix: Tensor) -> Tensor:
+    return matrix.T
+
+
+def heads_interleaved(config: ModelConfig, mapping: TensorMapping) -> TensorMapping:
+    """The rows of qkv are ordered by head: q, k, v of head 0, then of head 1, ..."""
+    if ".attention.qkv." not in mapping.target:
+        return mapping
+    load, save = partial(_swap, outer=config.n_heads, inner=3), partial(_swap, outer=3, inner=config.n_heads)
+    return TensorMapping(mapping.target, mapping.source, (Conversion(load, save),))
+
+
+def _swap(tensor: Tensor, *, outer: int, inner: int) -> Tensor:
+    """Reorders rows from [outer, inner, head_dim] to [inner, outer, head_dim]."""
+    head_dim = len(tensor) // (outer * inner)
+    rows = tensor.reshape(outer, inner, head_dim, *tensor.shape[1:])
+    return rows.swapaxes(0, 1).reshape(tensor.shape)
+
+
+def rotation_interleaved(config: ModelConfig, mapping: TensorMapping) -> TensorMapping:
+    """Number 2 i of a head is rotated with number 2 i + 1, where the Decoder rotates i with i + half."""
+    dim = max(map(config.rotated_dim, config.ropes), default=0)
+    return _with_head_order(config, mapping, [*range(0, dim, 2), *range(1, dim, 2), *range(dim, config.head_dim)])
+
+
+def rotation_reversed(config: ModelConfig, mapping: TensorMapping) -> TensorMapping:
+    """Heads are rotated the other way round, as if their halves were exchanged."""
+    half = config.head_dim // 2
+    return _with_head_order(config, mapping, [*range(half, config.head_dim), *range(half)])
+
+
+def _with_head_order(config: ModelConfig, mapping: TensorMapping, order: list[int]) -> TensorMapping:
+    """The rows of each query and key head in this order: attention does not depend on it.
+
+    q, k and v must be three tensors.
+    """
+    if ".attention.qkv." not in mapping.target:
+        return mapping
+
+    def conversion(n_heads: int) -> Conversion:
+        rows = [head * config.head_dim + row for head in range(n_heads) for row in order]
+        back = sorted(range(len(rows)), key=rows.__getitem__)
+        return Conversion(partial(_rows, rows=rows), partial(_rows, rows=back))
+
+    conversions = (conversion(config.n_heads), conversion(config.n_kv_heads), Conversion())
+    return TensorMapping(mapping.target, mapping.source, conversions)
+
+
+def _rows(tensor: Tensor, *, rows: list[int]) -> Tensor:
+    return tensor[rows]
+
+
+def positions_from(first: int) -> Callable[[ModelConfig, TensorMapping], TensorMapping]:
+    """The position table has `first` more rows before position 0."""
+
+    def layout(_config: ModelConfig, mapping: TensorMapping) -> TensorMapping:
+        if mapping.target != "position_embedding":
+            return mapping
+        ((name, (rows, width)),) = mapping.source
+        conversion = Conversion(lambda table: table[first:], partial(_with_rows_before, count=first))
+        return TensorMapping(mapping.target, ((name, (rows + first, width)),), (conversion,))
+
+    return layout
+
+
+def _with_rows_before(table: Tensor, *, count: int) -> Tensor:
+    """A table of torch, which alone saves tensors, with rows of zeros before its first one."""
+    whole = table.new_zeros(count + len(table), table.shape[1])
+    whole[count:] = table
+    return whole
