@@ -1,8 +1,9 @@
-"""llama, mistral, qwen2, qwen3: one layout of tensors, four dialects of config.json."""
+"""llama, mistral, qwen2, qwen3: one layout of tensors, four dialects of config.json, which other families vary."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,7 @@ from model.families.spec import (
 )
 
 _ATTENTION, _MLP = "model.layers.N.self_attn", "model.layers.N.mlp"
-_NAMES: dict[str, str | tuple[str, ...]] = {
+NAMES: dict[str, str | tuple[str, ...]] = {
     "embedding": "model.embed_tokens.weight",
     "untied_head": "lm_head.weight",
     "norm": "model.norm",
@@ -35,7 +36,7 @@ _NAMES: dict[str, str | tuple[str, ...]] = {
     "blocks.N.mlp.up": (f"{_MLP}.gate_proj", f"{_MLP}.up_proj"),
     "blocks.N.mlp.down": f"{_MLP}.down_proj",
 }
-_KEYS = {
+KEYS = {
     "vocab_size": "vocab_size",
     "width": "hidden_size",
     "n_layers": "num_hidden_layers",
@@ -49,15 +50,22 @@ _KEYS = {
 }
 
 
+def read_sizes(raw: Raw, keys: Mapping[str, str] = KEYS, **defaults: Any) -> dict[str, Any]:
+    """Fields of ModelConfig; the numbers of heads and their size may be missing or null. Raises as read_fields()."""
+    defaults = {"n_kv_heads": None, "head_dim": None, "norm_eps": 1e-6, "tied_head": False, **defaults}
+    sizes = read_fields(raw, keys, **defaults)
+    sizes["n_kv_heads"] = sizes["n_kv_heads"] or sizes["n_heads"]
+    sizes["head_dim"] = sizes["head_dim"] or sizes["width"] // sizes["n_heads"]
+    return sizes
+
+
 def _read(
     raw: Raw, *, default_kv_heads: int | None = None, layers: Layers | None = None, **dialect: Any
 ) -> ModelConfig:
     """layers: of read_layers(), if they are of several kinds."""
     for section in (raw, rope_parameters(raw)):
         require_values(section, partial_rotary_factor=1.0)
-    sizes = read_fields(raw, _KEYS, n_kv_heads=default_kv_heads, head_dim=None, norm_eps=1e-6, tied_head=False)
-    sizes["n_kv_heads"] = sizes["n_kv_heads"] or sizes["n_heads"]
-    sizes["head_dim"] = sizes["head_dim"] or sizes["width"] // sizes["n_heads"]
+    sizes = read_sizes(raw, n_kv_heads=default_kv_heads)
     layers = layers or {"layer_kinds": (LayerKind(rope=read_rope(raw)),)}
     return ModelConfig(**{**sizes, "activation": activation(raw.get("hidden_act", "silu")), **layers, **dialect})
 
@@ -98,7 +106,7 @@ def _qwen_layers(raw: Raw) -> Layers | None:
 
 def _write(config: ModelConfig) -> dict[str, Any]:
     return {
-        **write_fields(config, _KEYS),
+        **write_fields(config, KEYS),
         "hidden_act": ACTIVATION_NAMES[config.activation],
         **write_rope(config.layer_kinds[0].rope or Rope()),
     }
@@ -115,7 +123,7 @@ def _write_qwen3(config: ModelConfig) -> dict[str, Any]:
     return {**_write(config), **sliding, "layer_types": types, "attention_bias": config.out_bias}
 
 
-_family = partial(FamilySpec, names=_NAMES, prefix="model.", ignored=re.compile(r".*rotary_emb\.inv_freq"))
+_family = partial(FamilySpec, names=NAMES, prefix="model.", ignored=re.compile(r".*rotary_emb\.inv_freq"))
 LLAMA = _family(name="llama", architecture="LlamaForCausalLM", read=_read_llama, write=_write_llama)
 MISTRAL = _family(name="mistral", architecture="MistralForCausalLM", read=_read_mistral)
 QWEN2 = _family(name="qwen2", architecture="Qwen2ForCausalLM", read=_read_qwen2)

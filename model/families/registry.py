@@ -11,6 +11,7 @@ from dataclasses import MISSING, asdict, fields
 from typing import Any
 
 from model.config import MAX_LAYER_KINDS, ConfigError, LayerKind, ModelConfig, QueryScale, Rope
+from model.families.gemma import GEMMA, GEMMA2, GEMMA3
 from model.families.gpt2 import GPT2
 from model.families.gpt_neox import GPT_NEOX
 from model.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
@@ -87,7 +88,13 @@ def _with_layer_kinds(raw: Raw) -> Raw:
 NATIVE = FamilySpec(name="inkstream", architecture="InkstreamDecoder", read=_read_native, write=asdict)
 
 
-_FAMILIES = {family.name: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, GPT2, GPT_NEOX, NATIVE)}
+_ALL = (
+    *(LLAMA, MISTRAL, QWEN2, QWEN3),
+    *(GPT2, GPT_NEOX),
+    *(GEMMA, GEMMA2, GEMMA3),
+    NATIVE,
+)
+_FAMILIES = {family.name: family for family in _ALL}
 MODEL_TYPES = tuple(_FAMILIES)
 """Values of model_type that can be read."""
 

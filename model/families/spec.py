@@ -226,7 +226,12 @@ def head_size(raw: Raw, width: str, heads: str) -> int:
 
 
 def require_values(raw: Raw, **allowed: Any) -> None:
-    """Raises ConfigError if a key has an unsupported value: ignoring it would serve a different model."""
+    """Raises ConfigError if a key has an unsupported value: ignoring it would serve a different model.
+
+    allowed: key -> its only value, or a tuple of all.
+    """
     for key, value in allowed.items():
-        if raw.get(key, value) != value:
-            raise ConfigError(f"{key} {raw[key]!r} is not supported, only {value!r}")
+        values = value if isinstance(value, tuple) else (value,)
+        if key in raw and raw[key] not in values:
+            supported = " or ".join(map(repr, values))
+            raise ConfigError(f"{key} {raw[key]!r:.80} is not supported, only {supported}")

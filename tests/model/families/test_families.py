@@ -6,7 +6,6 @@ import json
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +18,8 @@ from model.files import write_files
 from model.nn.reference import logits
 from model.nn.transformer import Decoder
 from tests.support.lazy_modules import transformers
-from tests.support.model.hub_checkpoints import CASES, family_name, reference_logits, save_reference
+from tests.support.model.family_cases import Keys
+from tests.support.model.hub_checkpoints import CASES, FAMILY_CASES, family_name, reference_logits, save_reference
 from tests.support.model.tiny_models import run_all, tiny_engine
 
 TOLERANCE = 1e-4
@@ -76,7 +76,8 @@ def test_logits_and_greedy_completions_equal_those_of_transformers(
 
 @pytest.mark.parametrize(
     ("case", "written"),
-    [(case, family_name(case)) for case in CASES if case[:5] in ("llama", "gpt2-", "qwen3")] + [("mistral-b", "llama")],
+    [(case, family_name(case)) for case in CASES if FAMILY_CASES[family_name(case)].is_written]
+    + [("mistral-b", "llama")],
 )
 def test_exported_weights_load_in_transformers_with_equal_logits(
     tmp_path: Path, case: str, written: str, record_property: Callable[[str, object], None]
@@ -95,32 +96,16 @@ def test_exported_weights_load_in_transformers_with_equal_logits(
     assert family_of(decoder.config).name == written
 
 
-SWITCHES: list[tuple[str, dict[str, Any]]] = [
-    ("llama-a", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
-    ("llama-b", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
-    ("llama-c", {"rms_norm_eps": 1e-6}),
-    ("llama-c", {"hidden_act": "silu"}),
-    ("mistral-a", {"sliding_window": None}),
-    ("mistral-a", {"sliding_window": 18}),
-    ("mistral-c", {"sliding_window": 63}),
-    ("qwen2-b", {"use_sliding_window": False}),
-    ("qwen2-b", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}}),
-    ("qwen3-b", {"sliding_window": 10}),
-    ("qwen3-c", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
-    ("gpt_neox-a", {"use_parallel_residual": False}),
-    ("gpt_neox-b", {"use_parallel_residual": True}),
-    ("gpt2-a", {"activation_function": "gelu"}),
-    ("gpt2-c", {"layer_norm_epsilon": 1e-5}),
-]
+SWITCHES = [(f"{name}-{letter}", change) for name, cases in FAMILY_CASES.items() for letter, change in cases.switches]
 
 
 @pytest.mark.parametrize(("case", "change"), SWITCHES)
-def test_each_switch_changes_logits_beyond_the_tolerance(tmp_path: Path, case: str, change: dict[str, Any]) -> None:
+def test_each_switch_changes_logits_beyond_the_tolerance(tmp_path: Path, case: str, change: Keys) -> None:
     """Positive control for the tests above: a switch that was read wrongly would exceed the tolerance."""
     save_reference(case, tmp_path)
     tokens, path = list(range(99)), tmp_path / "config.json"
     right = logits(_load(tmp_path), tokens)
     raw = json.loads(path.read_text())
     assert change.keys() <= raw.keys()
-    path.write_text(json.dumps(raw | change))
+    path.write_text(json.dumps({**raw, **change}))
     assert (logits(_load(tmp_path), tokens) - right).abs().max() > 5 * TOLERANCE

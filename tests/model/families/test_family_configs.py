@@ -20,9 +20,11 @@ from model.families.spec import ACTIVATION_NAMES, read_layers
 from model.files import CheckpointError
 from model.nn.transformer import Decoder
 from tests.support.lazy_modules import transformers
+from tests.support.model.family_cases import Keys
 from tests.support.model.hub_checkpoints import (
     CASES,
     FAMILIES,
+    FAMILY_CASES,
     UNKNOWN_TO_TRANSFORMERS,
     family_name,
     reference_model,
@@ -31,59 +33,19 @@ from tests.support.model.hub_checkpoints import (
 from tests.support.model.random_configs import random_config
 from tests.support.model.tiny_models import tiny_config
 
-LLAMA = {
-    "hidden_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 80,
-    "max_position_embeddings": 128,
-    "vocab_size": 99,
-}
-GPT2 = {"n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 128, "vocab_size": 99}
-MINIMAL = {name: GPT2 if name == "gpt2" else LLAMA for name in FAMILIES}
-MINIMAL |= {name: {**LLAMA, "num_attention_heads": 32} for name in ("mistral", "qwen2", "qwen3")}
-MINIMAL |= {name: {**MINIMAL[name], "hidden_size": 64} for name in ("mistral", "qwen2", "qwen3", "gpt_neox")}
-WRITTEN = ("llama", "gpt2", "qwen3")
-_LOW_HIGH = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
-VARIANTS: list[tuple[str, dict[str, Any]]] = [
-    ("llama", {"rope_theta": 5e5}),
-    ("llama", {"rope_theta": 10_000, "rope_scaling": None, "num_key_value_heads": None, "head_dim": None}),
-    ("llama", {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4.0}}),
-    ("llama", {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 4}}),
-    ("llama", {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", "factor": 8.0, **_LOW_HIGH}}),
-    ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "rope_theta": 5e5, **_LOW_HIGH}}),
-    ("llama", {"rope_scaling": {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}}),
-    ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 7e3}, "rope_theta": 9e3}),
-    ("llama", {"rope_parameters": {"rope_theta": 7e3}, "rope_scaling": {"type": "linear", "factor": 2.0}}),
-    ("llama", {"tie_word_embeddings": True, "torch_dtype": "bfloat16", "num_key_value_heads": 1, "head_dim": 20}),
-    ("llama", {"dtype": "float16", "attention_bias": True, "mlp_bias": True, "rms_norm_eps": 1e-5}),
-    ("mistral", {"sliding_window": None, "num_key_value_heads": 4}),
-    ("mistral", {"sliding_window": 7, "rope_theta": 1e6}),
-    ("qwen2", {"sliding_window": 7, "use_sliding_window": False, "max_window_layers": 0}),
-    ("qwen2", {"sliding_window": 7, "use_sliding_window": True, "max_window_layers": 0}),
-    ("qwen2", {"sliding_window": 7, "use_sliding_window": True, "max_window_layers": 2}),
-    ("qwen2", {"sliding_window": 7, "use_sliding_window": True}),
-    ("qwen2", {"sliding_window": 7, "use_sliding_window": True, "layer_types": ["sliding_attention"] * 2}),
-    ("qwen3", {"sliding_window": 7, "use_sliding_window": True, "layer_types": ["full_attention"] * 2}),
-    ("qwen3", {"use_sliding_window": True, "max_window_layers": 0, "rope_theta": 1e6}),
-    ("qwen3", {"head_dim": 20, "attention_bias": True, "num_key_value_heads": 8}),
-    ("gpt_neox", {"rotary_pct": 1.0, "rotary_emb_base": 20_000}),
-    ("gpt_neox", {"rotary_pct": 0.5, "rope_scaling": {"type": "linear", "factor": 2.0}, "hidden_act": "gelu_fast"}),
-    ("gpt_neox", {"rope_parameters": {"rope_type": "default", "rope_theta": 2e4, "partial_rotary_factor": 0.5}}),
-    ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False, "tie_word_embeddings": True}),
-    ("gpt2", {"n_inner": None, "n_ctx": 128, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5}),
-    ("gpt2", {"n_inner": 50, "activation_function": "relu", "tie_word_embeddings": False}),
-]
+LLAMA = FAMILY_CASES["llama"].minimal
 
 
 def _read(name: str, raw: dict[str, Any]) -> ModelConfig:
     return read_config({"model_type": name, **raw})[1]
 
 
-@pytest.mark.parametrize(("name", "change"), [(name, {}) for name in FAMILIES] + VARIANTS)
-def test_old_new_and_missing_keys_are_read_as_in_transformers(name: str, change: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("name", "change"), [(name, change) for name, cases in FAMILY_CASES.items() for change in ({}, *cases.variants)]
+)
+def test_old_new_and_missing_keys_are_read_as_in_transformers(name: str, change: Keys) -> None:
     """transformers reads the keys of every version and writes them all out; both forms must give one shape."""
-    raw = MINIMAL[name] | change
+    raw = {**FAMILY_CASES[name].minimal, **change}
     whole = transformers.AutoConfig.for_model(name, **raw)
     config = _read(name, raw)
     assert config == _read(name, whole.to_dict())
@@ -93,21 +55,22 @@ def test_old_new_and_missing_keys_are_read_as_in_transformers(name: str, change:
     assert ours.n_params == theirs.num_parameters()
 
 
-@pytest.mark.parametrize("name", MINIMAL)
+@pytest.mark.parametrize("name", [name for name, cases in FAMILY_CASES.items() if cases.activation_key])
 def test_every_activation_is_read_and_written_by_its_name(name: str) -> None:
     """Includes activations that transformers does not have."""
-    key = "activation_function" if name == "gpt2" else "hidden_act"
+    cases = FAMILY_CASES[name]
+    key = cases.activation_key
     for activation, written in ACTIVATION_NAMES.items():
         if activation in ACTIVATION_PARAMETERS:
             continue  # those need tensors
-        config = _read(name, MINIMAL[name] | {key: written})
+        config = _read(name, {**cases.minimal, key: written})
         assert config.activation == activation
-        if name in WRITTEN:
+        if cases.is_written:
             assert write_config(config, "float32", 0)[key] == written
     assert ACTIVATION_NAMES.keys() == set(get_args(Activation))
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if family_name(case) in WRITTEN])
+@pytest.mark.parametrize("case", [case for case in CASES if FAMILY_CASES[family_name(case)].is_written])
 def test_written_config_is_read_back_here_and_by_transformers(case: str) -> None:
     config = _read(family_name(case), reference_model(case).config.to_dict())
     raw = write_config(config, "float32", 0)
@@ -123,51 +86,15 @@ def test_model_saved_without_its_head_has_names_without_the_prefix(case: str) ->
     assert ours == set(model.base_model.state_dict())
 
 
-BUFFERS = {
-    "gpt2": ["h.0.attn.bias", "transformer.h.11.attn.bias", "transformer.h.0.attn.masked_bias"],
-    "gpt_neox": [
-        f"{prefix}layers.3.attention.{buffer}"
-        for prefix in ("", "gpt_neox.")
-        for buffer in ("bias", "masked_bias", "rotary_emb.inv_freq")
-    ],
-    "llama": ["model.layers.0.self_attn.rotary_emb.inv_freq", "layers.0.self_attn.rotary_emb.inv_freq"],
-}
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_buffers_of_older_exporters_are_known_and_are_no_parameters(case: str) -> None:
     family, config = read_config(reference_model(case).config.to_dict())
-    assert all(family.ignored.fullmatch(name) for name in BUFFERS.get(family.name, BUFFERS["llama"]))
+    assert all(family.ignored.fullmatch(name) for name in FAMILY_CASES[family.name].buffers)
     assert not any(family.ignored.fullmatch(name) for name in family.shapes(config))
 
 
-REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    *[("llama", {"rope_scaling": {"type": kind, "factor": 2.0}}, kind) for kind in ("mrope", "proportional")],
-    *[("qwen2", {"rope_parameters": {"rope_type": kind}}, kind) for kind in ("mrope", "proportional")],
-    ("gpt_neox", {"rope_scaling": {"rope_type": "ntk", "factor": 2.0}}, "'ntk' is not supported.*linear, llama3"),
-    ("llama", {"rope_scaling": {"type": "linear"}}, "factor"),
-    ("llama", {"rope_scaling": {"type": "linear", "factor": 0}}, "factor"),
-    ("llama", {"rope_scaling": {"type": "llama3", "factor": 2.0}}, "low_freq_factor"),
-    ("llama", {"rope_scaling": "linear"}, "must be an object"),
-    ("llama", {"rope_scaling": {"type": ["linear"]}}, "linear"),
-    ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
-    ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-    ("llama", {"hidden_act": "mish"}, "'mish' is not supported.*gelu_new"),
-    ("gpt2", {"activation_function": "quick_gelu"}, "'quick_gelu' is not supported"),
-    ("gpt_neox", {"hidden_act": None}, "activation None"),
-    ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights False"),
-    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx True"),
-    ("gpt2", {"add_cross_attention": True}, "add_cross_attention"),
-    ("gpt2", {"n_head": 5}, r"n_embd \(48\) must be a multiple of n_head \(5\)"),
-    ("gpt_neox", {"num_attention_heads": 5}, "hidden_size.*multiple of num_attention_heads"),
-    ("gpt_neox", {"rotary_pct": 0.2}, "its dim must be even"),
-    ("gpt_neox", {"rotary_pct": [1]}, r"rotary_pct .* cannot be \[1\]: it must be a number from 0 to 1"),
-    ("gpt_neox", {"rotary_pct": "1"}, "rotary_pct .* must be a number"),
-    ("gpt_neox", {"rope_parameters": {"partial_rotary_factor": 2}}, "partial_rotary_factor.* cannot be 2"),
-    ("qwen3", {"use_sliding_window": True, "layer_types": ["full_attention"]}, "a list of 2 names"),
-    ("qwen3", {"use_sliding_window": True, "layer_types": ["chunked_attention"] * 2}, "'chunked_attention'.*not supp"),
-    ("qwen2", {"use_sliding_window": True, "layer_types": "sliding_attention"}, "a list of 2 names"),
-    ("mistral", {"sliding_window": 0}, "sliding_window"),
+REFUSED = [(name, change, words) for name, cases in FAMILY_CASES.items() for change, words in cases.refused]
+REFUSED += [
     ("llama", {"rope_theta": 0}, "^rope_theta cannot be 0"),
     ("llama", {"rope_parameters": {"rope_theta": "1e4"}}, "^rope_theta cannot be '1e4'"),
     ("gpt_neox", {"rotary_emb_base": 0}, "^rotary_emb_base cannot be 0"),
@@ -191,8 +118,48 @@ def test_unsupported_features_are_refused_by_name_in_one_sentence(
     name: str, change: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words) as caught:
-        _read(name, MINIMAL[name] | change)
+        _read(name, {**FAMILY_CASES[name].minimal, **change})
     assert "\n" not in str(caught.value)
+
+
+NEUTRAL = {
+    "return_dict", "output_hidden_states", "output_attentions", "use_cache", "chunk_size_feed_forward", "problem_type",
+    "_name_or_path", "transformers_version", "architectures", "id2label", "label2id", "is_encoder_decoder", "dtype",
+    "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "pretraining_tp", "model_type",
+    "attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout",
+}  # fmt: skip
+"""Keys of every configuration that change nothing but training, output and form; ids are read with the checkpoint."""
+
+
+class _Tracked(dict[str, Any]):
+    """A config.json that notes which keys are read."""
+
+    def __init__(self, keys: Keys) -> None:
+        super().__init__(keys)
+        self.read: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.read.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.read.add(key)
+        return super().get(key, default)
+
+    def __contains__(self, key: object) -> bool:
+        self.read.add(str(key))
+        return super().__contains__(key)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_key_of_transformers_is_read_or_refused_or_known_to_be_neutral(name: str) -> None:
+    cases, ignored = FAMILY_CASES[name], set[str]()
+    for keys in (cases.minimal, *cases.shapes.values(), *({**cases.minimal, **change} for change in cases.variants)):
+        whole = transformers.AutoConfig.for_model(name, **keys).to_dict()
+        raw = _Tracked({**whole, "model_type": name})
+        read_config(raw)
+        ignored = (ignored or set(raw)) - raw.read
+    assert ignored - NEUTRAL == cases.neutral.keys(), "what does each of them change?"
 
 
 @pytest.mark.parametrize("key", LLAMA)
@@ -207,7 +174,7 @@ def test_missing_model_type_is_named_with_the_list(raw: dict[str, Any]) -> None:
         read_config({**LLAMA, **raw})
 
 
-@pytest.mark.parametrize("name", ["mamba", "bloom", "gemma3_text", ["llama"], 7, ""])
+@pytest.mark.parametrize("name", ["mamba", "bloom", "gemma4_text", ["llama"], 7, ""])
 def test_other_architectures_are_refused_by_name_with_the_list(name: object) -> None:
     with pytest.raises(ConfigError) as caught:
         read_config({"model_type": name, **LLAMA})
