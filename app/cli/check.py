@@ -8,7 +8,9 @@ import contextlib
 import gc
 import json
 import os
+import re
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -84,6 +86,7 @@ def _check(directory: Path) -> list[Line]:
     return [
         ("name", read_model_name(directory) or directory.resolve().name),
         ("family", weights.family.name),
+        *_file_lines(weights),
         *shape_lines(decoder.config),
         *memory_lines(decoder.config, decoder.n_params),
         *cost_lines(decoder.config),
@@ -97,6 +100,18 @@ def _check(directory: Path) -> list[Line]:
         ("version", weights.version),
         *([("commit", f"{source.commit} of {source.repository}")] if (source := source_of(directory)) else []),
     ]
+
+
+def _file_lines(weights: StoredWeights) -> list[Line]:
+    """What of the files is read in another way than it is stored, or not at all."""
+    lines = []
+    if wrapper := weights.family.wrapper:
+        counts = Counter(re.match(r"(?:model\.)?[^.]+", name)[0] for name in weights.left_out)  # type: ignore[index]
+        parts = ", ".join(f"{count:,} tensors of {module}" for module, count in counts.items()) or "nothing"
+        lines.append(("text of", f"{wrapper.name}; left out: {parts}"))
+    if weights.scales:
+        lines.append(("fp8", f"{len(weights.scales):,} matrices, times their scales, rounded to bfloat16"))
+    return lines
 
 
 _PROCESSES = 768 << 20

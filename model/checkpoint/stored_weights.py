@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import mmap
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -16,10 +16,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from model.checkpoint.config_file import read_config_file
+from model.checkpoint.stored_numbers import ALLOWED_TYPES, STORED_TYPES, dequantized, mapped, match_scales
 from model.checkpoint.tensor_index import StoredTensor, TensorIndex, find_tensors, version_of
 from model.config import ConfigError, ModelConfig
 from model.families.spec import FamilySpec, Tensor, TensorMapping
-from model.files import CheckpointError, read_json, regular_file, sha256
+from model.files import CheckpointError, read_json, sha256
 from model.number_formats import Array, all_finite, as_float32, rounded_to_bfloat16
 from model.parameter_shapes import count_parameters
 from model.weights_version import Directory, File
@@ -32,6 +33,7 @@ _MAX_POSITION_ELEMENTS = 2**27
 _SMALL_POSITION_ELEMENTS = 2**23
 """131,072 positions of a head of size 64. A position table larger than this must not exceed the model's tensors."""
 _MAX_SIZE_RATIO = 16
+_NOTHING = re.compile(r"(?!)")
 _MAX_EOS_IDS = 64
 """Every request carries them to the engine."""
 
@@ -90,6 +92,10 @@ class StoredWeights:
     """Name of a tensor of the Decoder -> where it comes from, with the names in the files."""
     tensors: Mapping[str, StoredTensor] = field(default_factory=dict)
     """The tensors of the files."""
+    scales: Mapping[str, StoredTensor] = field(default_factory=dict)
+    """Name of a tensor in fp8 -> its scales."""
+    left_out: tuple[str, ...] = ()
+    """Names of tensors that no text needs, such as a vision tower's."""
     hashes: Mapping[File, str]
     """Hexadecimal SHA-256 of each safetensors file."""
 
@@ -118,8 +124,9 @@ class StoredWeights:
         for name in self.mappings if names is None else names:
             mapping, parts = self.mappings[name], []
             for index, (source, _) in enumerate(mapping.source):
-                part, is_finite = target.convert(_mapped(self.tensors[source]))
-                checked.append((self.tensors[source], is_finite))
+                stored, scale = self.tensors[source], self.scales.get(source)
+                part, is_finite = target.convert(dequantized(stored, scale) if scale else mapped(stored))
+                checked.append((stored, is_finite))
                 parts.append(mapping.load(index, part))
             state[name] = target.join(parts)
         for stored, is_finite in checked:
@@ -151,7 +158,7 @@ def find_weights(
     generation = read_json(directory / "generation_config.json", optional=True)
     bos = generation.get("bos_token_id", config_json.get("bos_token_id"))
     try:
-        mappings = _match(family, config, index)
+        mappings, scales, left_out = _match(family, config, index)
     except ConfigError as error:
         raise CheckpointError(f"{directory / 'config.json'}: {error}") from None
     check(config)
@@ -166,6 +173,8 @@ def find_weights(
         bos_id=bos if isinstance(bos, int) and 0 <= bos < config.vocab_size else None,
         mappings=mappings,
         tensors=index.tensors,
+        scales=scales,
+        left_out=left_out,
         hashes={path: digest(path) for path in index.paths},
     )
 
@@ -192,35 +201,25 @@ class _ArrayFormat:
         return np.ascontiguousarray(parts[0]) if len(parts) == 1 else np.concatenate(parts)
 
 
-_STORED: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
+def _match(
+    family: FamilySpec, config: ModelConfig, index: TensorIndex
+) -> tuple[dict[str, TensorMapping], dict[str, StoredTensor], tuple[str, ...]]:
+    """The Decoder's tensors with their names in the files, the scales of tensors in fp8, and the names left out.
 
-
-def _mapped(stored: StoredTensor) -> Array:
-    """The tensor of the file, which is mapped while the array exists. Raises CheckpointError."""
-    path = stored.path
-    try:
-        with regular_file(path).open("rb") as file:
-            region = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        numbers = np.frombuffer(region, _STORED[stored.dtype], math.prod(stored.shape), stored.start)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error})") from None
-    if region[: len(stored.header)] != stored.header:
-        raise CheckpointError(f"{path}: was replaced while it was read")
-    array: Array = numbers.reshape(stored.shape)
-    return array
-
-
-def _match(family: FamilySpec, config: ModelConfig, index: TensorIndex) -> dict[str, TensorMapping]:
-    """The Decoder's tensors with their names in the files. Raises CheckpointError for wrong names, shapes or dtypes."""
-    found = {name: stored for name, stored in index.tensors.items() if not family.ignored.fullmatch(name)}
-    strips_prefix = not any(name.startswith(family.prefix) for name in found)
+    Raises CheckpointError for wrong names, shapes or dtypes.
+    """
+    skipped = family.wrapper.skipped if family.wrapper else _NOTHING
+    left_out = tuple(sorted(name for name in index.tensors if skipped.fullmatch(name)))
+    kept = {name: stored for name, stored in index.tensors.items() if not skipped.fullmatch(name)}
+    found, scales = match_scales({name: stored for name, stored in kept.items() if not family.ignored.fullmatch(name)})
     # Some exporters also store a tied head.
     may_untie = not family.names or "untied_head" in family.names
     untied = dataclasses.replace(config, tied_head=False) if may_untie else config
-    mappings = {
-        mapping.target: mapping.renamed(lambda name: name.removeprefix(family.prefix)) if strips_prefix else mapping
-        for mapping in family.mappings(untied)
-    }
+    canonical = {mapping.target: mapping for mapping in family.mappings(untied)}
+    embedding_name = canonical["embedding"].source[0][0]
+    spellings = family.spellings()
+    rename = next((spelling for spelling in spellings if spelling(embedding_name) in found), spellings[0])
+    mappings = {target: mapping.renamed(rename) for target, mapping in canonical.items()}
     head = mappings.pop("untied_head", None) if config.tied_head else None
     shapes = {name: shape for mapping in mappings.values() for name, shape in mapping.source}
     if missing := sorted(shapes.keys() - found.keys()):
@@ -235,16 +234,16 @@ def _match(family: FamilySpec, config: ModelConfig, index: TensorIndex) -> dict[
             raise CheckpointError(
                 f"{stored.path}: {name} has shape {list(stored.shape)}, config.json asks for {list(shapes[name])}"
             )
-        if stored.dtype not in _STORED:
-            raise CheckpointError(f"{stored.path}: {name} has dtype {stored.dtype}; allowed are {', '.join(_STORED)}")
+        if stored.dtype not in STORED_TYPES and name not in scales:
+            raise CheckpointError(f"{stored.path}: {name} has dtype {stored.dtype}; allowed are {ALLOWED_TYPES}")
     if head and (copy := found.get(head.source[0][0])):
         embedding = found[mappings["embedding"].source[0][0]]
-        if copy.dtype != embedding.dtype or not np.array_equal(_mapped(copy), _mapped(embedding)):
+        if copy.dtype != embedding.dtype or not np.array_equal(mapped(copy), mapped(embedding)):
             raise CheckpointError(
                 f"{index.source}: {copy.name} is not the token embedding, to which config.json ties the head; "
                 "if it is the head, set tie_word_embeddings to false"
             )
-    return mappings
+    return mappings, scales, left_out
 
 
 def _eos_ids(path: File, raw: Any, vocab_size: int) -> tuple[int, ...]:

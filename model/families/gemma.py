@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
+import struct
 from functools import partial
 from typing import Any
-
-import numpy as np
 
 from model.config import LayerKind, ModelConfig, Rope, check_field
 from model.families.llama import NAMES, read_sizes
 from model.families.rope import read_rope, rope_parameters
-from model.families.spec import FamilySpec, Raw, activation, read_layers, read_windows, require_values
+from model.families.spec import FamilySpec, Raw, Wrapper, activation, read_layers, read_windows, require_values
 
 _SANDWICH = {
     **NAMES,
@@ -31,8 +30,8 @@ def _embedding_scale(raw: Raw, width: int) -> float:
     """sqrt(width), rounded to the number format that the model was trained in."""
     scale = width**0.5
     if (raw.get("dtype") or raw.get("torch_dtype")) == "bfloat16":
-        bits = np.float32(scale).view(np.uint32)
-        scale = float((bits + 0x7FFF + (bits >> 16 & 1) & 0xFFFF0000).astype(np.uint32).view(np.float32))
+        (bits,) = struct.unpack("<I", struct.pack("<f", scale))
+        (scale,) = struct.unpack("<f", struct.pack("<I", bits + 0x7FFF + (bits >> 16 & 1) & 0xFFFF0000))
     return float(scale)
 
 
@@ -84,3 +83,15 @@ _family = partial(FamilySpec, prefix="model.", ignored=re.compile(r".*rotary_emb
 GEMMA = _family(name="gemma", architecture="GemmaForCausalLM", read=_read_gemma, names=NAMES)
 GEMMA2 = _family(name="gemma2", architecture="Gemma2ForCausalLM", read=_read_gemma2, names=_SANDWICH)
 GEMMA3 = _family(name="gemma3_text", architecture="Gemma3ForCausalLM", read=_read_gemma3, names=_SANDWICH)
+GEMMA3_WRAPPER = Wrapper(
+    name="gemma3",
+    defaults={
+        "model_type": "gemma3_text",
+        "vocab_size": 262_208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "max_position_embeddings": 131_072,
+    },
+)

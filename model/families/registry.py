@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, fields
+from dataclasses import MISSING, asdict, fields, replace
 from typing import Any
 
 from model.config import MAX_LAYER_KINDS, ConfigError, LayerKind, ModelConfig, QueryScale, Rope
-from model.families.gemma import GEMMA, GEMMA2, GEMMA3
+from model.families.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA3_WRAPPER
 from model.families.gpt2 import GPT2
 from model.families.gpt_neox import GPT_NEOX
 from model.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
-from model.families.spec import FamilySpec, Raw
+from model.families.quantization import check_quantization
+from model.families.spec import FamilySpec, Raw, Wrapper
 
 _FIELDS = {field.name: field for field in fields(ModelConfig)}
 _METADATA_KEYS = {"architectures", "model_type", "dtype", "torch_dtype", "transformers_version"}
 _METADATA_KEYS |= {"bos_token_id", "eos_token_id", "pad_token_id"}
+_OUTER_KEYS = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config", "bos_token_id", "eos_token_id")
+"""What a model of several media says of its text decoder outside of text_config, where it counts."""
 _UNIFORM_KEYS = ("rope_theta", "rotary_dim", "rope_scaling", "sliding_window")
 
 
@@ -95,28 +98,48 @@ _ALL = (
     NATIVE,
 )
 _FAMILIES = {family.name: family for family in _ALL}
-MODEL_TYPES = tuple(_FAMILIES)
+_WRAPPERS = {wrapper.name: wrapper for wrapper in (GEMMA3_WRAPPER, Wrapper(name="mistral3"))}
+MODEL_TYPES = (*_FAMILIES, *_WRAPPERS)
 """Values of model_type that can be read."""
 
 
 def _check_model_type(raw: Raw) -> None:
-    """Rejects a config.json of another architecture, or of quantized weights. Raises ConfigError."""
+    """Rejects a config.json of another architecture. Raises ConfigError."""
     name = raw.get("model_type")
     if not isinstance(name, str) or name not in MODEL_TYPES:
         problem = "has no model_type" if name is None else f"model_type {name!r} is not supported"
         raise ConfigError(f"{problem}; supported: {', '.join(MODEL_TYPES)}")
-    if raw.get("quantization_config"):
-        raise ConfigError(
-            "quantized weights (quantization_config) are not supported; use the float32, float16 or bfloat16 weights"
-        )
+
+
+def text_keys(raw: Raw) -> Raw:
+    """What a config.json says of the text decoder: the whole, or the text_config of a model of several media.
+
+    Raises ConfigError.
+    """
+    _check_model_type(raw)
+    if not (wrapper := _WRAPPERS.get(raw["model_type"])):
+        return raw
+    text = raw.get("text_config")
+    if not isinstance(text, Mapping):
+        raise ConfigError(f"text_config of a {wrapper.name} must be an object, not {text!r:.40}")
+    outer = {key: raw[key] for key in _OUTER_KEYS if key in raw}
+    inner = {**wrapper.defaults, **text, **outer}
+    name = inner.get("model_type")
+    if not isinstance(name, str) or name not in _FAMILIES:
+        supported = ", ".join(_FAMILIES)
+        raise ConfigError(f"model_type {name!r:.40} of text_config is not supported; supported: {supported}")
+    return inner
 
 
 def read_config(raw: Raw) -> tuple[FamilySpec, ModelConfig]:
     """Family and config of a config.json (keys of transformers 4 and 5). Raises ConfigError."""
-    _check_model_type(raw)
-    family = _FAMILIES[raw["model_type"]]
+    text = text_keys(raw)
+    family = _FAMILIES[text["model_type"]]
+    if wrapper := _WRAPPERS.get(raw["model_type"]):
+        family = replace(family, wrapper=wrapper)
+    check_quantization(text.get("quantization_config"))
     try:
-        return family, _read(family, raw)
+        return family, _read(family, text)
     except ConfigError:
         raise
     except KeyError as error:

@@ -21,8 +21,8 @@ _MAX_LAYERS = 4096
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
+def _same(unchanged: Any) -> Any:
+    return unchanged
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,28 @@ class TensorMapping:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Wrapper:
+    """A model of several media around a text decoder, which its text_config describes."""
+
+    name: str
+    """Its model_type."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of the text_config that its files leave out."""
+    skipped: re.Pattern[str] = re.compile(
+        r"(model\.)?(vision_(tower|model|encoder)|visual|audio_(tower|model|encoder)"
+        r"|(multi_modal|embed_vision|embed_audio|patch_merger)[a-z_]*|vision_language_adapter)\..+"
+    )
+    """Names of tensors that no text needs."""
+
+    def names(self, name: str) -> tuple[str, ...]:
+        """What the files of this model may call a tensor of the text decoder."""
+        inner = name.removeprefix("model.")
+        if inner == name:  # of the head
+            return name, f"language_model.{name}"
+        return f"model.language_model.{inner}", f"language_model.model.{inner}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FamilySpec:
     """One Hugging Face model_type."""
 
@@ -88,6 +110,8 @@ class FamilySpec:
     """Prefix that tensor names lack if the model was saved without its head."""
     ignored: re.Pattern[str] = re.compile(r"(?!)")
     """Names of redundant buffers that older exporters stored."""
+    wrapper: Wrapper | None = None
+    """The model of several media whose text decoder this is."""
 
     def mappings(self, config: ModelConfig) -> list[TensorMapping]:
         """Each tensor of the Decoder, in the order of the computation."""
@@ -117,6 +141,12 @@ class FamilySpec:
         names = (found,) if isinstance(found, str) else found
         number = layer[0] if layer else ""
         return [f"{name.replace('.N.', f'.{number}.')}{dot}{suffix}" for name in names]
+
+    def spellings(self) -> tuple[Callable[[str], str], ...]:
+        """How the files may change the names of all tensors, the most frequent way first."""
+        if not (wrapper := self.wrapper):
+            return _same, lambda name: name.removeprefix(self.prefix)
+        return lambda name: wrapper.names(name)[0], lambda name: wrapper.names(name)[1], _same
 
     def shapes(self, config: ModelConfig) -> dict[str, Shape]:
         """Name and shape of every tensor that the files must hold; they hold no others."""

@@ -27,7 +27,7 @@ from model.checkpoint.manifest import check_manifest
 from model.checkpoint.tensor_index import WEIGHTS_FILE, check_layout
 from model.command_line import DTYPES
 from model.config import ConfigError, ModelConfig
-from model.families.registry import read_config
+from model.families.registry import read_config, text_keys
 from model.families.spec import FamilySpec
 from model.files import CheckpointError, parse_object, read_bytes, read_json, write_files
 from model.nn.transformer import Decoder
@@ -70,10 +70,12 @@ class Base:
 
     def result(self, decoder: Decoder, dtype: torch.dtype) -> dict[str, bytes]:
         """Files of the directory with these weights: name -> content."""
-        name, raw, config = str(dtype).removeprefix("torch."), parse_object(self.files[_CONFIG]), self.files[_CONFIG]
-        if name != _dtype(raw):
-            key = "dtype" if "dtype" in raw else "torch_dtype"
-            config = (json.dumps({**raw, key: name}, indent=2) + "\n").encode()
+        name, config = str(dtype).removeprefix("torch."), self.files[_CONFIG]
+        raw = parse_object(config)
+        kept = {key: value for key, value in text_keys(raw).items() if key != "quantization_config"}
+        if name != _dtype(kept) or kept != raw:
+            kept["dtype" if "dtype" in kept else "torch_dtype"] = name
+            config = (json.dumps(kept, indent=2) + "\n").encode()
         state = stored_state(decoder, dtype)
         weights = save(self.family.save(self.shape, state), metadata={"format": "pt"})
         return {**self.files, _CONFIG: config, WEIGHTS_FILE: weights}
@@ -114,7 +116,7 @@ def apply_base_defaults(options: argparse.Namespace, base: Base) -> None:
             f"{most} positions that the model in {base.directory} has"
         )
     options.context = options.context or min(most, _LONGEST_WINDOW)
-    options.export_dtype = options.export_dtype or _dtype(parse_object(base.files[_CONFIG]))
+    options.export_dtype = options.export_dtype or _dtype(text_keys(parse_object(base.files[_CONFIG])))
     # Lower for wider models, in which a step has a larger effect. At width 256 it is 9.8e-4: there, fine-tuning our
     # model on 80 kB of plays lowered held-out bits per byte from 3.040 to 1.869 at 2e-4, 1.715 at 1e-3 and 1.733 at
     # 2e-3. GPT-2 (768) gets 1.9e-4, a 7 B model (4,096) 1.5e-5.
@@ -132,6 +134,7 @@ def _read(directory: Path) -> Base:
     files = {name: read_bytes(directory / name, _MAX_BYTES) for name in names}
     config, generation = read_json(directory / _CONFIG), read_json(directory / _GENERATION, optional=True)
     try:
+        config = dict(text_keys(config))
         family, shape = read_config(config)
     except ConfigError as error:
         raise CheckpointError(f"{directory / _CONFIG}: {error}") from None

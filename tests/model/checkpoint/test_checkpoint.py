@@ -173,7 +173,7 @@ def test_broken_files_are_named(directory: Path, name: str, content: bytes | Non
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"num_hidden_layers": 10**9}, "asks for 1000000000 layers"),
+        ({"num_hidden_layers": 10**9}, "1000000000 layers"),
         ({"hidden_size": 2**30}, "asks for [0-9]* numbers"),
         ({"vocab_size": 2**31 - 1}, "asks for [0-9]* numbers"),
         ({"max_position_embeddings": 2**28}, "a context of up to 524288"),

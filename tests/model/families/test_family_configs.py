@@ -19,6 +19,7 @@ from model.families.registry import MODEL_TYPES, family_of, read_config, write_c
 from model.families.spec import ACTIVATION_NAMES, read_layers
 from model.files import CheckpointError
 from model.nn.transformer import Decoder
+from tests.model.families.test_wrappers import WRAPPED
 from tests.support.lazy_modules import transformers
 from tests.support.model.family_cases import Keys
 from tests.support.model.hub_checkpoints import (
@@ -180,7 +181,7 @@ def test_other_architectures_are_refused_by_name_with_the_list(name: object) -> 
         read_config({"model_type": name, **LLAMA})
     assert f"model_type {name!r} is not supported" in str(caught.value)
     assert all(supported in str(caught.value) for supported in MODEL_TYPES)
-    assert {*FAMILIES, *UNKNOWN_TO_TRANSFORMERS, "inkstream"} == set(MODEL_TYPES)
+    assert {*FAMILIES, *UNKNOWN_TO_TRANSFORMERS, *WRAPPED, "inkstream"} == set(MODEL_TYPES)
 
 
 SCALED = Rope(theta=500, dim=6, kind="llama3", factor=4.0, original_context=64)

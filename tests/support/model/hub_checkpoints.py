@@ -38,9 +38,9 @@ def reference_model(case: str, **changes: Any) -> Any:
     return model
 
 
-def save_reference(case: str, directory: Path) -> Any:
-    """Saves the reference model to `directory`, and returns it."""
-    model = reference_model(case)
+def save_reference(case: str, directory: Path, **changes: Any) -> Any:
+    """Saves the reference model, with changes of its configuration, to `directory`, and returns it."""
+    model = reference_model(case, **changes)
     model.save_pretrained(directory)
     return model
 
