@@ -55,9 +55,11 @@ def summary(service: Service, ready: Ready, url: str) -> str:
     """The served model, its device and its address."""
     settings = service.settings
     with_key = " (with an API key)" if settings.keys_file else ""
+    of_model = f" (the model's is {ready.model_context:,})" if ready.context < ready.model_context else ""
+    context = f"context of {ready.context:,} tokens{of_model}"
     rows = [
         ("model", one_line(f"{service.model_name}, from {settings.weights}")),
-        ("size", f"{ready.n_params / 1e6:,.2f} M parameters, {ready.dtype}, context of {ready.context:,} tokens"),
+        ("size", f"{ready.n_params / 1e6:,.2f} M parameters, {ready.dtype}, {context}"),
         ("device", one_line(f"{ready.device}, {_backend(ready)}")),
         ("page", f"{url}{with_key}"),
         ("API", f"{url}/docs{with_key}"),

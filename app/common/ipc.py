@@ -112,14 +112,16 @@ class Ready(Struct, frozen=True, kw_only=True, array_like=True, tag="ready"):
     has_encoder: bool
     numerics: str
     """Compute backend: "torch", "native2-" and the CPU level, or "triton-", its version, a key of the kernels' sources
-    and the GPU's compute capability; then the number format, "-int8" or "-fp8" if weights are quantized, and
-    "-deterministic" if all steps on a GPU have one shape."""
+    and the GPU's compute capability; then the number format, "-int8" or "-fp8" if weights are quantized, "-long" or
+    "-short" for a longrope, and "-deterministic" if all steps on a GPU have one shape."""
     numerics_reason: str
     """Why this backend was chosen, for the log."""
     waits_for_build: bool
     """Whether native kernels support this model and machine, but were not built when the service started."""
     cache_bytes: int = 0
     """Memory that a KV cache on the CPU may take; the system provides it as it is written."""
+    model_context: int = 0
+    """The model's own context, of which `context` is what fits or what was asked for."""
     named_eos_ids: tuple[int, ...] = ()
     """All end tokens that config.json and generation_config.json name; the latter's alone are `eos_ids`."""
 

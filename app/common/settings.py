@@ -57,7 +57,7 @@ class Settings(BaseSettings):
     """int8 stores weights as 8-bit integers: half the memory, faster with few streams; fp8 also computes in 8 bits, on
     GPUs that support it."""
     max_context: int = Field(0, ge=0, le=2**31 - 1)
-    """Longest sequence in tokens; 0 is the model's own context length."""
+    """Longest sequence in tokens; 0 is the model's own context length, or the longest one whose cache fits."""
     host: str = "127.0.0.1"
     """Address to listen on; any but a loopback address requires API keys."""
     port: int = Field(8000, ge=0, le=65535)

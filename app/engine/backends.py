@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 from app.common.cpu_topology import read_topology
@@ -91,7 +92,10 @@ class CppBackend:
         self.numerics, self.reason = full_numerics(selected.numerics, cache_shape, config), selected.reason
         self._library, self._weights, self._cache_shape = load_library(selected.library), weights, cache_shape
         self._config = config
-        facts = (selected.library.name, weights.config, cache_shape.dtype, config.quantize)
+        shape = weights.config
+        if shape.positions != "learned":  # tables of positions are not kept
+            shape = replace(shape, context=1)
+        facts = (selected.library.name, shape, cache_shape.dtype, config.quantize)
         self._hashes = hashes
         self._entry = PackedEntry(store, weights.version, hashes, *facts) if store else None
 
@@ -140,4 +144,10 @@ class CppBackend:
 def full_numerics(backend: str, cache_shape: CacheShape, config: WorkerConfig, *more: str) -> str:
     """Backend, number format, quantization, and `more` that affects bits."""
     quantized = [] if config.quantize == "none" else [config.quantize]
-    return "-".join((backend, cache_shape.dtype, *quantized, *more))
+    return "-".join((backend, cache_shape.dtype, *quantized, *_long_rotation(cache_shape), *more))
+
+
+def _long_rotation(cache_shape: CacheShape) -> list[str]:
+    """Which factors a longrope takes: the served context decides, so that no token's bits depend on later ones."""
+    originals = {rope.original_context for rope in cache_shape.shape.ropes if rope.kind == "longrope"}
+    return ["long" if cache_shape.context > original else "short" for original in sorted(originals)]

@@ -24,7 +24,7 @@ from app.engine.cpu.toolchain.backend_selection import Libraries, SelectedBacken
 from app.engine.execution.engine import Engine
 from app.engine.guided.grammar_tracker import GrammarTracker
 from app.engine.memory.device_errors import broken_capture, lacked_device_memory
-from app.engine.memory.memory_plan import CacheShape, choose_context, mib
+from app.engine.memory.memory_plan import CacheShape, cache_share_on_cpu, cache_share_on_gpu, choose_context, mib
 from app.engine.scheduling.block_pool import BlockPool
 from app.engine.scheduling.scheduler import Scheduler, StepLimits
 from app.engine.startup_checks import check_batch_invariance, check_finite_logits, check_golden
@@ -73,6 +73,7 @@ def build_engine(
             config.kernels, placement.dtype, placement.device, weights.config, libraries, announce
         )
         cache_shape = _cache_shape(config, weights.config, placement, selected)
+        model_context, weights = weights.config.context, _served(weights, cache_shape.context)
         backend: Backend
         if selected.library:
             backend = CppBackend(selected, weights, cache_shape, config, hashes, store)
@@ -103,7 +104,9 @@ def build_engine(
             announce(check_batch_invariance(make_engine, limits, weights.config, context=cache_shape.context))
         announce(_check_weights(engine, config, directory, weights, cache_shape))
     pool, waits = engine.scheduler.pool, selected.waits_for_build
-    ready = _ready(weights, cache_shape, placement, pool, backend, defaults=defaults, waits=waits)
+    ready = _ready(
+        weights, cache_shape, placement, pool, backend, defaults=defaults, waits=waits, model_context=model_context
+    )
     return BuiltEngine(engine, grammars, ready)
 
 
@@ -181,13 +184,37 @@ def _check_weights(
 def _cache_shape(
     config: WorkerConfig, shape: ModelConfig, placement: Placement, selected: SelectedBackend
 ) -> CacheShape:
-    return CacheShape(
+    cache_shape = CacheShape(
         shape=replace(shape, head_dim=padded_head_dim(shape)) if selected.library else shape,
         context=choose_context(shape, config.max_context),
         block_size=BLOCK if placement.device == "cpu" else 64,
         max_running=config.max_running,
         dtype=placement.dtype,
     )
+    if config.max_context:
+        return cache_shape
+    weights = weight_format(placement.dtype, config.quantize).n_bytes(count_parameters(shape))
+    if placement.device == "cpu":
+        share = cache_share_on_cpu(weights, engines=1 + config.concurrent_loaders, reserved=config.reserved_bytes)
+    else:
+        total = _torch_backends(config, _NEEDS_TORCH).device_memory()
+        share = cache_share_on_gpu(total, config.gpu_memory_utilization, weights)
+    fitting = cache_shape.fitting(share)
+    if fitting.context < cache_shape.context:
+        _start_log.warning(
+            "%s: a context of %d tokens instead of the model's %d, whose cache would take %s of the %s that it may: "
+            "--max-context asks for another",
+            *(config.name, fitting.context, cache_shape.context),
+            *(mib(cache_shape.cache_bytes(cache_shape.needed_blocks)), mib(share)),
+        )
+    return fitting
+
+
+def _served(weights: StoredWeights, context: int) -> StoredWeights:
+    """The weights with tables of positions for the served context only; learned ones are weights."""
+    if weights.config.positions == "learned":
+        return weights
+    return replace(weights, config=replace(weights.config, context=context))
 
 
 def _ready(
@@ -199,9 +226,11 @@ def _ready(
     *,
     defaults: dict[str, float],
     waits: bool,
+    model_context: int,
 ) -> Ready:
     return Ready(
         context=cache_shape.context,
+        model_context=model_context,
         vocab_size=weights.config.vocab_size,
         n_params=weights.n_params,
         dtype=placement.dtype,

@@ -71,6 +71,11 @@ def _device(config: WorkerConfig) -> torch.device:
     return device
 
 
+def device_memory() -> int:
+    """Bytes of this engine's GPU."""
+    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+
+
 class TorchBackend:
     """Runs on any device, for any decoder."""
 

@@ -30,8 +30,8 @@ from app.engine_client.supervisor import EngineStopped, ReadVersion, read_direct
 
 _log = logging.getLogger("inkstream")
 
-_COMMON_FIELDS = ("model_version", "numerics", "context", "vocab_size", "block_size")
-"""Fields in which all engines must agree, since a response may continue on any of them."""
+_COMMON_FIELDS = ("model_version", "numerics", "vocab_size", "block_size")
+"""Fields in which all engines must agree, since a response may continue on any of them; the least context counts."""
 
 _ENGINE_STOPPED = "the engine stopped and will not be restarted: send the request again after the service is restarted"
 _SHUTTING_DOWN = "the service is shutting down: send it again in a moment"
@@ -156,7 +156,8 @@ class EnginePool:
                 self._stop(EngineStopped(f"the engines differ in their {differing}: restart the service", 1))
                 return
             devices = ", ".join(dict.fromkeys(one.device for one in loaded))
-            self._common_ready = replace(loaded[0], device=f"{len(loaded)} x {devices}")
+            context = min(one.context for one in loaded)
+            self._common_ready = replace(loaded[0], device=f"{len(loaded)} x {devices}", context=context)
             self._loaded.set()
 
     def on_capacity(self) -> None:

@@ -76,13 +76,14 @@ class Listener(Protocol):
         """The engine will not be restarted."""
 
 
-def _for_restart(config: WorkerConfig) -> WorkerConfig:
+def _for_restart(config: WorkerConfig, context: int) -> WorkerConfig:
     """A restarted process reuses the memory of its predecessor, and the other engines have allocated theirs.
 
-    The files may have been hashed long ago, so it does not rely on their hashes.
+    context: of the predecessor, which open responses rely on. The files may have been hashed long ago, so it does not
+    rely on their hashes.
     """
     version = config.version.with_hashes({}) if config.version else None
-    return replace(config, version=version, concurrent_loaders=0, reserved_bytes=0)
+    return replace(config, version=version, concurrent_loaders=0, reserved_bytes=0, max_context=context)
 
 
 class Supervisor:
@@ -94,6 +95,7 @@ class Supervisor:
         # Several heartbeats must fit into the timeout.
         heartbeat = min(config.heartbeat_seconds, silence_seconds / 4)
         self._config = replace(config, heartbeat_seconds=heartbeat, silence_seconds=silence_seconds)
+        self._context = config.max_context
         self._read_version: ReadVersion = read_directory
         self._listener = listener
         self._silence_seconds = silence_seconds
@@ -206,7 +208,7 @@ class Supervisor:
             return
         try:
             config = replace(self._config, version=await self._read_version())
-            process.send(_for_restart(config) if self._version else config)
+            process.send(_for_restart(config, self._context) if self._version else config)
             await process.closed
         finally:
             self._process = None
@@ -295,6 +297,7 @@ class Supervisor:
 
     def _on_ready(self, frame: Ready) -> None:
         self.ready, self.phase, self._version = frame, "ready", frame.model_version
+        self._context = frame.context
         self._last_progress = time.monotonic()
         self._memory_when_ready = anonymous_memory(self._process.pid) if self._process else 0
         self.start_seconds = phase_seconds(self._phases, self._last_progress)

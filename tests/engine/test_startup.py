@@ -13,18 +13,21 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from app.common import weights_store
 from app.common.ipc import WorkerConfig
 from app.common.startup_timer import LOADING_WEIGHTS, PHASES, PROVING, WARMING_UP
 from app.engine import startup
 from app.engine.cpu.toolchain.builder import find_or_build
+from app.engine.memory import memory_plan
 from app.engine.startup import build_engine
 from app.engine.torch_backends import TorchBackend
 from app.engine.worker_loop import EngineStartError
 from model.checkpoint.config_file import load_config
 from model.files import sha256
 from model.parameter_shapes import count_parameters
+from model.positions import rope_table
 from model.weight_formats import KINDS
 from tests.engine.memory.test_device_errors import accelerator_error
 from tests.support import ROOT
@@ -119,6 +122,34 @@ def test_weights_beyond_the_free_memory_are_refused_before_they_are_read(
     assert build_engine(config).ready and hashed
 
 
+@pytest.mark.parametrize("kernels", ["torch", "auto"])
+def test_context_that_does_not_fit_becomes_shorter_unless_it_was_asked_for(
+    kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = replace(_config(tmp_path, kernels=kernels), weights=str(tiny_weights(tmp_path / "long", context=20_000)))
+    tmp_path = tmp_path / "long"
+    whole = build_engine(config).ready
+    assert whole.context == whole.model_context == load_config(tmp_path).context
+    caplog.clear()
+    token = load_config(tmp_path).kv_elements_per_token * 4
+    free = count_parameters(load_config(tmp_path)) * 4 + 2 * token * (whole.context // 3)
+    monkeypatch.setattr(memory_plan, "free_memory", lambda: free)
+    shorter = build_engine(config).ready
+    assert 0.2 * whole.context < shorter.context <= whole.context // 3 and shorter.model_context == whole.context
+    assert f"a context of {shorter.context} tokens instead of the model's {whole.context}" in caplog.text
+    with pytest.raises(EngineStartError, match="give a smaller --max-context"):
+        build_engine(replace(config, max_context=whole.context))
+
+
+def test_tables_of_positions_are_for_the_served_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, made = _config(tmp_path, max_context=32), []
+    monkeypatch.setattr(
+        "model.nn.transformer.rope_table", lambda config, rope: made.append(config.context) or rope_table(config, rope)
+    )
+    build_engine(config)
+    assert made == [32]
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"), [({}, "--kernels torch;"), ({"quantize": "fp8"}, "--quantize fp8 need")]
 )
@@ -163,6 +194,7 @@ from app.common.ipc import WorkerConfig
 from app.common.types import Request, SamplingParams
 from app.engine import startup
 from app.engine.cpu.toolchain.builder import find_or_build
+from app.engine.memory import memory_plan
 from app.engine.startup import build_engine
 weights, library, quantize = sys.argv[1:]
 config = WorkerConfig(weights=weights, device="cpu", kernels="native", library=library, quantize=quantize, threads=2)

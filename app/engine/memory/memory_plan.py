@@ -104,6 +104,11 @@ def choose_context(shape: ModelConfig, requested: int) -> int:
     return requested or shape.context
 
 
+_CONTEXT_UNIT = 1024
+_CONTEXT_SHARE = 0.9
+"""Of the cache: memory may be taken by others before it is allocated."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheShape:
     """Dimensions of a service's caches: each cache group has the same number of blocks."""
@@ -146,6 +151,15 @@ class CacheShape:
     def needed_blocks(self) -> int:
         """Number of blocks of one sequence of maximal length."""
         return -(-self.context // self.block_size)
+
+    def fitting(self, cache_bytes: int) -> CacheShape:
+        """With the longest context whose cache fits into `cache_bytes`, if this one does not and one does."""
+        affordable = int(_CONTEXT_SHARE * (cache_bytes - self.reserved_bytes)) // self.block_bytes * self.block_size
+        whole = cache_bytes - self.reserved_bytes >= self.needed_blocks * self.block_bytes
+        if whole or self.shape.n_encoder_layers or affordable < self.block_size:
+            return self
+        shorter = affordable // _CONTEXT_UNIT * _CONTEXT_UNIT or affordable
+        return replace(self, context=min(self.context, shorter))
 
     def cache_bytes(self, blocks: int) -> int:
         """Bytes of a cache with `blocks` blocks in each group, including the reserved ones and the encoder cache."""
@@ -209,6 +223,20 @@ class CacheShape:
 def source_tokens(context: int) -> int:
     """Capacity of a slot of the encoder cache in tokens."""
     return -(-context // TILE) * TILE
+
+
+def cache_share_on_cpu(weights: int, *, engines: int, reserved: int) -> int:
+    """Bytes that blocks_on_cpu() will have for the cache, before weights of so many bytes are loaded."""
+    return max(0, int((free_memory() - reserved - weights) * _CPU_SHARE)) // engines
+
+
+_GPU_CONTEXT_SHARE = 0.75
+"""Of a GPU's memory without weights: an estimate of what activations and graphs leave, which are measured later."""
+
+
+def cache_share_on_gpu(total: int, utilization: float, weights: int) -> int:
+    """Bytes of a GPU's memory that a context may count on for its cache."""
+    return max(0, int((total * utilization - weights) * _GPU_CONTEXT_SHARE))
 
 
 class MemoryPeaks(NamedTuple):

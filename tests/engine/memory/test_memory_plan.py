@@ -248,3 +248,18 @@ def test_memory_plan_names_cache_groups_if_there_are_several() -> None:
     assert _mixed().group_note == text
     plan = blocks_on_cpu(_mixed(), 0, are_loaded=True, requested=0, engines=1).plan
     assert plan.endswith(f" of cache{text}")
+
+
+def test_default_context_is_the_longest_whose_cache_fits() -> None:
+    alike = _cache_shape()
+    long = replace(alike, context=131_072)
+    needed = long.cache_bytes(long.needed_blocks)
+    assert long.fitting(needed) is long and alike.fitting(10**15) is alike
+    for share in (needed - 1, needed // 2, needed // 7):
+        fitting = long.fitting(share)
+        assert 0.7 * share < fitting.cache_bytes(fitting.needed_blocks) < share
+        assert fitting.context % 1024 == 0 and replace(fitting, context=131_072) == long
+    assert long.fitting(long.cache_bytes(10)).context == 9 * long.block_size, "less than 1,024 tokens: whole blocks"
+    assert long.fitting(long.block_bytes) is long and long.fitting(0) is long, (
+        "nothing fits: refused later, with numbers"
+    )
