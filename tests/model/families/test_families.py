@@ -17,6 +17,7 @@ from model.families.registry import family_of
 from model.files import write_files
 from model.nn.reference import logits
 from model.nn.transformer import Decoder
+from tests.support.gpu.emulated_engine import tiny_device_engine
 from tests.support.lazy_modules import transformers
 from tests.support.model.family_cases import Keys
 from tests.support.model.hub_checkpoints import CASES, FAMILY_CASES, family_name, reference_logits, save_reference
@@ -72,6 +73,23 @@ def test_logits_and_greedy_completions_equal_those_of_transformers(
     record_property("decode", decode)
     assert prefill < TOLERANCE  # 0 where both call the same kernels
     assert 0 < decode < TOLERANCE
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("way", ["native"], indirect=True)
+def test_other_backends_draw_the_tokens_of_transformers(tmp_path: Path, case: str, way: str) -> None:
+    """The C++ kernels, and a GPU's steps with reference kernels in place of Triton's."""
+    theirs, requests = save_reference(case, tmp_path), _requests()[1:]
+    engines = {way: tiny_engine(_load(tmp_path), tokens_per_step=23, max_running=3)}
+    engines["gpu"] = tiny_device_engine(_load(tmp_path), tokens_per_step=23, max_running=3)
+    for name, engine in engines.items():
+        events = run_all(engine, requests)
+        for request in requests:
+            drawn = [event.token for event in events[request.id] if event.token is not None]
+            tokens, last = [*request.prompt, *drawn], len(request.prompt) - 1
+            expected_TV = reference_logits(theirs, tokens)
+            assert drawn == expected_TV[last:-1].argmax(-1).tolist(), (name, request.id)
+            assert _decode_difference(events[request.id], expected_TV.log_softmax(-1), last) < TOLERANCE, name
 
 
 @pytest.mark.parametrize(
