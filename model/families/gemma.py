@@ -10,7 +10,16 @@ from typing import Any
 from model.config import LayerKind, ModelConfig, Rope, check_field
 from model.families.llama import NAMES, read_sizes
 from model.families.rope import read_rope, rope_parameters
-from model.families.spec import FamilySpec, Raw, Wrapper, activation, read_layers, read_windows, require_values
+from model.families.spec import (
+    FamilySpec,
+    Raw,
+    Wrapper,
+    activation,
+    periodic_windows,
+    read_layers,
+    read_windows,
+    require_values,
+)
 
 _SANDWICH = {
     **NAMES,
@@ -60,11 +69,8 @@ def _read_gemma2(raw: Raw) -> ModelConfig:
 
 def _read_gemma3(raw: Raw) -> ModelConfig:
     """Layers with a window have a rotation of their own."""
-    pattern = raw.get("sliding_window_pattern", raw.get("_sliding_window_pattern", 6))
-    check_field("n_layers", pattern, "sliding_window_pattern")
-    windows = read_windows(
-        raw, "num_hidden_layers", raw.get("sliding_window", 4096), lambda layer: (layer + 1) % pattern > 0
-    )
+    default = periodic_windows(raw, "sliding_window_pattern", "_sliding_window_pattern", default=6)
+    windows = read_windows(raw, "num_hidden_layers", raw.get("sliding_window", 4096), default)
     everywhere = LayerKind(rope=read_rope(raw, layer_type="full_attention", theta=1e6))
     if isinstance(rope_parameters(raw).get("sliding_attention"), dict):
         local_rope = read_rope(raw, layer_type="sliding_attention")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from model.config import ConfigError, Rope, check_field
-from model.families.spec import Raw
+from model.families.spec import Raw, require_values
 
 _KINDS = {"default": "default", "dynamic": "default", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
 _KINDS |= {"longrope": "longrope", "su": "longrope"}
@@ -86,6 +86,13 @@ def read_rope(raw: Raw, dim: int | None = None, *, layer_type: str | None = None
             raise ConfigError(f"{name} of the rope scaling must be a list of numbers")
         fields[field] = tuple(rope[name])
     return Rope(**fields, attention_factor=attention_factor)
+
+
+def read_whole_rope(raw: Raw, *, theta: float = 10_000.0) -> Rope:
+    """read_rope() of families that rotate whole heads. Raises ConfigError if only a part is rotated."""
+    for section in (raw, rope_parameters(raw)):
+        require_values(section, partial_rotary_factor=(1.0, None))
+    return read_rope(raw, theta=theta)
 
 
 def _yarn_attention_factor(rope: Mapping[str, Any], factor: float) -> Any:

@@ -219,6 +219,18 @@ def read_windows(raw: Raw, n_layers: str, window: object, default: Callable[[int
     return [window if name == "sliding_attention" else None for name in types]  # type: ignore[misc]
 
 
+def periodic_windows(raw: Raw, *keys: str, default: int) -> Callable[[int], bool]:
+    """For read_windows(): whether a layer has a window, if every layer of a period has one except its last.
+
+    keys: names of the period, of which the first that is present counts. Raises ConfigError.
+    """
+    key = next((key for key in keys if key in raw), keys[0])
+    period = raw.get(key, default)
+    if raw.get("layer_types") is None:
+        check_field("n_layers", period, key)
+    return lambda layer: (layer + 1) % period > 0
+
+
 def _check_layers(n_layers: int) -> int:
     """The number of layers, which a file may put at billions. Raises ConfigError."""
     if n_layers > _MAX_LAYERS:
