@@ -14,6 +14,7 @@ from model.config import MAX_LAYER_KINDS, ConfigError, LayerKind, ModelConfig, Q
 from model.families.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA3_WRAPPER
 from model.families.gpt2 import GPT2
 from model.families.gpt_neox import GPT_NEOX
+from model.families.granite import GRANITE, GRANITE_HYBRID
 from model.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from model.families.quantization import check_quantization
 from model.families.spec import FamilySpec, Raw, Wrapper
@@ -95,6 +96,7 @@ _ALL = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3),
     *(GPT2, GPT_NEOX),
     *(GEMMA, GEMMA2, GEMMA3),
+    *(GRANITE, GRANITE_HYBRID),
     NATIVE,
 )
 _FAMILIES = {family.name: family for family in _ALL}
