@@ -18,6 +18,7 @@ from model.families.glm import GLM, GLM4
 from model.families.gpt2 import GPT2
 from model.families.gpt_neox import GPT_NEOX
 from model.families.granite import GRANITE, GRANITE_HYBRID
+from model.families.helium import HELIUM
 from model.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from model.families.quantization import check_quantization
 from model.families.spec import FamilySpec, Raw, Wrapper
@@ -100,7 +101,7 @@ _ALL = (
     *(GPT2, GPT_NEOX),
     *(GEMMA, GEMMA2, GEMMA3),
     *(GRANITE, GRANITE_HYBRID),
-    *(GLM, GLM4, ERNIE4_5),
+    *(GLM, GLM4, ERNIE4_5, HELIUM),
     NATIVE,
 )
 _FAMILIES = {family.name: family for family in _ALL}
