@@ -12,6 +12,7 @@ from typing import Any
 
 from model.config import MAX_LAYER_KINDS, ConfigError, LayerKind, ModelConfig, QueryScale, Rope
 from model.families.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA3_WRAPPER
+from model.families.cohere import COHERE2
 from model.families.ernie4_5 import ERNIE4_5
 from model.families.gemma import GEMMA, GEMMA2, GEMMA3
 from model.families.glm import GLM, GLM4
@@ -101,7 +102,7 @@ _ALL = (
     *(GPT2, GPT_NEOX),
     *(GEMMA, GEMMA2, GEMMA3),
     *(GRANITE, GRANITE_HYBRID),
-    *(GLM, GLM4, ERNIE4_5, HELIUM),
+    *(GLM, GLM4, ERNIE4_5, HELIUM, COHERE2),
     NATIVE,
 )
 _FAMILIES = {family.name: family for family in _ALL}

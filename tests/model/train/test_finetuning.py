@@ -76,7 +76,13 @@ def _loss(model: Any, tokens: list[int]) -> float:
     return float(torch.nn.functional.cross_entropy(reference_logits(model, tokens)[:-1], torch.tensor(tokens[1:])))
 
 
-@pytest.mark.parametrize("case", ["gpt2-b", "llama-b", "mistral-a", "qwen2-b", "qwen3-a", "gpt_neox-c"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *("gpt2-b", "llama-b", "mistral-a", "qwen2-b", "qwen3-a", "gpt_neox-c"),
+        *("granitemoehybrid-b", "cohere2-c", "glm4-a"),
+    ],
+)
 def test_fine_tuned_model_of_each_family_is_read_by_transformers(
     tmp_path: Path, text: Path, case: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
