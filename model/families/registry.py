@@ -14,6 +14,7 @@ from model.config import MAX_LAYER_KINDS, ConfigError, LayerKind, ModelConfig, Q
 from model.families.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA3_WRAPPER
 from model.families.cohere import COHERE2
 from model.families.ernie4_5 import ERNIE4_5
+from model.families.exaone4 import EXAONE4
 from model.families.gemma import GEMMA, GEMMA2, GEMMA3
 from model.families.glm import GLM, GLM4
 from model.families.gpt2 import GPT2
@@ -103,6 +104,7 @@ _ALL = (
     *(GEMMA, GEMMA2, GEMMA3),
     *(GRANITE, GRANITE_HYBRID),
     *(GLM, GLM4, ERNIE4_5, HELIUM, COHERE2),
+    EXAONE4,
     NATIVE,
 )
 _FAMILIES = {family.name: family for family in _ALL}
