@@ -21,6 +21,7 @@ from model.families.gpt2 import GPT2
 from model.families.gpt_neox import GPT_NEOX
 from model.families.granite import GRANITE, GRANITE_HYBRID
 from model.families.helium import HELIUM
+from model.families.hunyuan import HUNYUAN_DENSE
 from model.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from model.families.quantization import check_quantization
 from model.families.spec import FamilySpec, Raw, Wrapper
@@ -104,7 +105,7 @@ _ALL = (
     *(GEMMA, GEMMA2, GEMMA3),
     *(GRANITE, GRANITE_HYBRID),
     *(GLM, GLM4, ERNIE4_5, HELIUM, COHERE2),
-    EXAONE4,
+    *(EXAONE4, HUNYUAN_DENSE),
     NATIVE,
 )
 _FAMILIES = {family.name: family for family in _ALL}
