@@ -11,11 +11,10 @@ from dataclasses import MISSING, asdict, fields, replace
 from typing import Any
 
 from model.config import MAX_LAYER_KINDS, ConfigError, LayerKind, ModelConfig, QueryScale, Rope
-from model.families.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA3_WRAPPER
 from model.families.cohere import COHERE2
 from model.families.ernie4_5 import ERNIE4_5
 from model.families.exaone4 import EXAONE4
-from model.families.gemma import GEMMA, GEMMA2, GEMMA3
+from model.families.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA3_WRAPPER
 from model.families.glm import GLM, GLM4
 from model.families.gpt2 import GPT2
 from model.families.gpt_neox import GPT_NEOX
