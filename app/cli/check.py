@@ -19,7 +19,7 @@ import torch
 from app.chat.template_client import ChatTemplate
 from app.common.ipc import Ready, WorkerConfig
 from app.common.settings import Settings
-from app.engine.memory.memory_plan import CacheShape
+from app.engine.memory.memory_plan import CacheShape, cache_share_on_cpu
 from app.engine.startup import build_engine
 from app.tokenization.tokenizer_trial import check_vocabulary, try_tokenizer
 from model.checkpoint.checkpoint import load
@@ -91,6 +91,7 @@ def _check(directory: Path) -> list[Line]:
         *memory_lines(decoder.config, decoder.n_params),
         *cost_lines(decoder.config),
         ("mem_limit", _memory_limits(decoder.config, decoder.n_params)),
+        ("contexts", describe_contexts(decoder.config, decoder.n_params)),
         *_tokenizer_lines(weights, tokenizer),
         ("chat", "no template" if template is None else "has a template"),
         ("defaults", ", ".join(f"{name} {value:g}" for name, value in defaults.items()) or "the model brings none"),
@@ -134,6 +135,21 @@ def _memory_limits(shape: ModelConfig, n_params: int) -> str:
         " or ".join(f"{-(-sizes[i] >> 20)}m in {dtype}" for dtype, sizes in found.items()) for i in (0, 1)
     )
     return f"{serving} on a CPU, with --max-running {running}; with reloads {reloading}"
+
+
+_MEMORIES = (8, 16, 24, 80)
+"""GiB of free memory."""
+
+
+def describe_contexts(shape: ModelConfig, n_params: int) -> str:
+    """The default context of a service in bfloat16 on a CPU with so much free memory."""
+    whole = CacheShape(shape=shape, context=shape.context, block_size=16, max_running=1, dtype="bfloat16")
+    found = []
+    for gib in _MEMORIES:
+        share = cache_share_on_cpu((gib << 30) - _PROCESSES, 2 * n_params)
+        context = whole.fitting(share).context if share > 2 * whole.block_bytes else 0
+        found.append(f"{f'{context:,}' if context else 'none'} in {gib} GiB")
+    return f"{', '.join(found)} of free memory, in bfloat16"
 
 
 def _print_stderr(line: str) -> None:

@@ -195,7 +195,8 @@ def _cache_shape(
         return cache_shape
     weights = weight_format(placement.dtype, config.quantize).n_bytes(count_parameters(shape))
     if placement.device == "cpu":
-        share = cache_share_on_cpu(weights, engines=1 + config.concurrent_loaders, reserved=config.reserved_bytes)
+        free = free_memory() - config.reserved_bytes
+        share = cache_share_on_cpu(free, weights, 1 + config.concurrent_loaders)
     else:
         total = _torch_backends(config, _NEEDS_TORCH).device_memory()
         share = cache_share_on_gpu(total, config.gpu_memory_utilization, weights)

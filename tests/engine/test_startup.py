@@ -133,7 +133,8 @@ def test_context_that_does_not_fit_becomes_shorter_unless_it_was_asked_for(
     caplog.clear()
     token = load_config(tmp_path).kv_elements_per_token * 4
     free = count_parameters(load_config(tmp_path)) * 4 + 2 * token * (whole.context // 3)
-    monkeypatch.setattr(memory_plan, "free_memory", lambda: free)
+    for module in (memory_plan, startup):
+        monkeypatch.setattr(module, "free_memory", lambda: free)
     shorter = build_engine(config).ready
     assert 0.2 * whole.context < shorter.context <= whole.context // 3 and shorter.model_context == whole.context
     assert f"a context of {shorter.context} tokens instead of the model's {whole.context}" in caplog.text

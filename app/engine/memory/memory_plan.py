@@ -225,9 +225,9 @@ def source_tokens(context: int) -> int:
     return -(-context // TILE) * TILE
 
 
-def cache_share_on_cpu(weights: int, *, engines: int, reserved: int) -> int:
-    """Bytes that blocks_on_cpu() will have for the cache, before weights of so many bytes are loaded."""
-    return max(0, int((free_memory() - reserved - weights) * _CPU_SHARE)) // engines
+def cache_share_on_cpu(free: int, weights: int, engines: int = 1) -> int:
+    """Bytes that each of `engines` engines will have for the cache, of so many free bytes before weights are loaded."""
+    return max(0, int((free - weights) * _CPU_SHARE)) // engines
 
 
 _GPU_CONTEXT_SHARE = 0.75
