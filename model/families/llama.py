@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from model.config import LayerKind, ModelConfig, Rope, check_field
-from model.families.rope import read_rope, rope_parameters, write_rope
+from model.families.rope import read_whole_rope, write_rope
 from model.families.spec import (
     ACTIVATION_NAMES,
     FamilySpec,
@@ -18,7 +18,6 @@ from model.families.spec import (
     read_fields,
     read_layers,
     read_windows,
-    require_values,
     write_fields,
 )
 
@@ -59,47 +58,53 @@ def read_sizes(raw: Raw, keys: Mapping[str, str] = KEYS, **defaults: Any) -> dic
     return sizes
 
 
-def _read(
-    raw: Raw, *, default_kv_heads: int | None = None, layers: Layers | None = None, **dialect: Any
+def read_dialect(
+    raw: Raw, *, defaults: Mapping[str, Any] | None = None, layers: Layers | None = None, **dialect: Any
 ) -> ModelConfig:
-    """layers: of read_layers(), if they are of several kinds."""
-    for section in (raw, rope_parameters(raw)):
-        require_values(section, partial_rotary_factor=1.0)
-    sizes = read_sizes(raw, n_kv_heads=default_kv_heads)
-    layers = layers or {"layer_kinds": (LayerKind(rope=read_rope(raw)),)}
+    """ModelConfig of a family with llama's keys; `dialect` has the fields that these do not decide.
+
+    defaults: of read_sizes(). layers: of read_layers(), unless all layers have one rotation and no window.
+    """
+    sizes = read_sizes(raw, **defaults or {})
+    layers = layers or {"layer_kinds": (LayerKind(rope=read_whole_rope(raw)),)}
     return ModelConfig(**{**sizes, "activation": activation(raw.get("hidden_act", "silu")), **layers, **dialect})
 
 
-def _attention_bias(raw: Raw) -> Any:
-    return read_fields(raw, {"qkv_bias": "attention_bias"}, qkv_bias=False)["qkv_bias"]
+def read_attention_biases(raw: Raw) -> dict[str, Any]:
+    """qkv_bias and out_bias, for which most families have one key."""
+    bias = read_fields(raw, {"qkv_bias": "attention_bias"}, qkv_bias=False)["qkv_bias"]
+    return {"qkv_bias": bias, "out_bias": bias}
+
+
+def read_one_window(raw: Raw, rope: Rope, default: int | None = None) -> Layers:
+    """Layers of one kind, with the window of the key sliding_window. Raises ConfigError."""
+    window = raw.get("sliding_window", default)
+    check_field("window", window, "sliding_window", LayerKind)
+    return {"layer_kinds": (LayerKind(window=window, rope=rope),)}
 
 
 def _read_llama(raw: Raw) -> ModelConfig:
-    bias = _attention_bias(raw)
-    return _read(raw, qkv_bias=bias, out_bias=bias, mlp_bias=raw.get("mlp_bias", False))
+    return read_dialect(raw, **read_attention_biases(raw), mlp_bias=raw.get("mlp_bias", False))
 
 
 def _read_mistral(raw: Raw) -> ModelConfig:
-    window = raw.get("sliding_window", 4096)
-    check_field("window", window, "sliding_window", LayerKind)
-    return _read(raw, default_kv_heads=8, layers={"layer_kinds": (LayerKind(window=window, rope=read_rope(raw)),)})
+    return read_dialect(raw, defaults={"n_kv_heads": 8}, layers=read_one_window(raw, read_whole_rope(raw), 4096))
 
 
 def _read_qwen2(raw: Raw) -> ModelConfig:
-    return _read(raw, default_kv_heads=32, qkv_bias=True, layers=_qwen_layers(raw))
+    return read_dialect(raw, defaults={"n_kv_heads": 32}, qkv_bias=True, layers=_qwen_layers(raw))
 
 
 def _read_qwen3(raw: Raw) -> ModelConfig:
-    bias = _attention_bias(raw)
-    dialect = {"qkv_bias": bias, "out_bias": bias, "head_dim": raw.get("head_dim") or 128}
-    return _read(raw, default_kv_heads=32, qk_norm="head", layers=_qwen_layers(raw), **dialect)
+    dialect = {**read_attention_biases(raw), "qk_norm": "head", "head_dim": raw.get("head_dim") or 128}
+    return read_dialect(raw, defaults={"n_kv_heads": 32}, layers=_qwen_layers(raw), **dialect)
 
 
 def _qwen_layers(raw: Raw) -> Layers | None:
     """By default the layers from max_window_layers on have a window."""
     if not raw.get("use_sliding_window", False):
         return None
-    first, window, rope = raw.get("max_window_layers", 28), raw.get("sliding_window", 4096), read_rope(raw)
+    first, window, rope = raw.get("max_window_layers", 28), raw.get("sliding_window", 4096), read_whole_rope(raw)
     windows = read_windows(raw, "num_hidden_layers", window, lambda layer: layer >= first)
     return read_layers(len(windows), lambda layer: LayerKind(window=windows[layer], rope=rope))
 
@@ -123,8 +128,9 @@ def _write_qwen3(config: ModelConfig) -> dict[str, Any]:
     return {**_write(config), **sliding, "layer_types": types, "attention_bias": config.out_bias}
 
 
-_family = partial(FamilySpec, names=NAMES, prefix="model.", ignored=re.compile(r".*rotary_emb\.inv_freq"))
-LLAMA = _family(name="llama", architecture="LlamaForCausalLM", read=_read_llama, write=_write_llama)
-MISTRAL = _family(name="mistral", architecture="MistralForCausalLM", read=_read_mistral)
-QWEN2 = _family(name="qwen2", architecture="Qwen2ForCausalLM", read=_read_qwen2)
-QWEN3 = _family(name="qwen3", architecture="Qwen3ForCausalLM", read=_read_qwen3, write=_write_qwen3)
+llama_family = partial(FamilySpec, names=NAMES, prefix="model.", ignored=re.compile(r".*rotary_emb\.inv_freq"))
+"""A FamilySpec with these names, unless it brings its own."""
+LLAMA = llama_family(name="llama", architecture="LlamaForCausalLM", read=_read_llama, write=_write_llama)
+MISTRAL = llama_family(name="mistral", architecture="MistralForCausalLM", read=_read_mistral)
+QWEN2 = llama_family(name="qwen2", architecture="Qwen2ForCausalLM", read=_read_qwen2)
+QWEN3 = llama_family(name="qwen3", architecture="Qwen3ForCausalLM", read=_read_qwen3, write=_write_qwen3)

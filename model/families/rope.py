@@ -61,10 +61,8 @@ def read_rope(raw: Raw, dim: int | None = None, *, layer_type: str | None = None
             return Rope(theta=base, dim=dim)
         case "linear":
             return Rope(theta=base, dim=dim, kind=kind, factor=rope["factor"])
-    original = raw.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
-    fields: dict[str, Any] = {"theta": base, "dim": dim, "kind": kind}
-    fields["original_context"] = original = original or raw["max_position_embeddings"]
-    check_field("original_context", original, "original_max_position_embeddings", Rope)
+    original = read_original_context(raw, rope)
+    fields: dict[str, Any] = {"theta": base, "dim": dim, "kind": kind, "original_context": original}
     if kind == "llama3":
         names = ("factor", "low_freq_factor", "high_freq_factor")
         return Rope(**fields, **{name: rope[name] for name in names})
@@ -88,11 +86,19 @@ def read_rope(raw: Raw, dim: int | None = None, *, layer_type: str | None = None
     return Rope(**fields, attention_factor=attention_factor)
 
 
-def read_whole_rope(raw: Raw, *, theta: float = 10_000.0) -> Rope:
+def read_whole_rope(raw: Raw, *, layer_type: str | None = None, theta: float = 10_000.0) -> Rope:
     """read_rope() of families that rotate whole heads. Raises ConfigError if only a part is rotated."""
-    for section in (raw, rope_parameters(raw)):
+    for section in (raw, rope_parameters(raw, layer_type)):
         require_values(section, partial_rotary_factor=(1.0, None))
-    return read_rope(raw, theta=theta)
+    return read_rope(raw, layer_type=layer_type, theta=theta)
+
+
+def read_original_context(raw: Raw, rope: Mapping[str, Any]) -> int:
+    """Context of the pretraining, by default the model's own. Raises ConfigError, KeyError."""
+    key = "original_max_position_embeddings"
+    original: int = raw.get(key) or rope.get(key) or raw["max_position_embeddings"]
+    check_field("original_context", original, key, Rope)
+    return original
 
 
 def _yarn_attention_factor(rope: Mapping[str, Any], factor: float) -> Any:
