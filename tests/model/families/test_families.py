@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from app.common.types import Request, SampledEvent, SamplingParams
 from model.checkpoint.checkpoint import load, weights_files
 from model.checkpoint.stored_weights import find_weights
-from model.families.registry import family_of
+from model.families.registry import family_of, read_config
 from model.files import write_files
 from model.nn.reference import logits
 from model.nn.transformer import Decoder
@@ -112,6 +113,20 @@ def test_exported_weights_load_in_transformers_with_equal_logits(
     assert difference < TOLERANCE
     assert _load(tmp_path / "ours").config == decoder.config
     assert family_of(decoder.config).name == written
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_saved_tensors_have_the_shapes_of_the_files_and_are_loaded_unchanged(tmp_path: Path, case: str) -> None:
+    """Fine-tuning saves models of families in which nothing is exported, too."""
+    save_reference(case, tmp_path)
+    family, config = read_config(json.loads((tmp_path / "config.json").read_text()))
+    state = _load(tmp_path).state_dict()
+    stored = load_file(tmp_path / "model.safetensors")
+    saved = family.save(config, state)
+    assert {name: tensor.shape for name, tensor in saved.items()} == {name: x.shape for name, x in stored.items()}
+    for mapping in family.mappings(config):
+        parts = [mapping.load(index, saved[name]) for index, (name, _) in enumerate(mapping.source)]
+        assert torch.equal(torch.cat(parts), state[mapping.target]), mapping.target
 
 
 SWITCHES = [(f"{name}-{letter}", change) for name, cases in FAMILY_CASES.items() for letter, change in cases.switches]

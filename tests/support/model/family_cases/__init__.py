@@ -42,7 +42,7 @@ def all_cases() -> dict[str, FamilyCases]:
     return {cases.name: cases for module in modules for cases in module.FAMILIES}
 
 
-COMMON = {"vocab_size": 99, "bos_token_id": 0, "eos_token_id": 0}
+COMMON = {"vocab_size": 99, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
 LLAMA: dict[str, Any] = {
     "hidden_size": 48,
     "num_hidden_layers": 2,
