@@ -24,6 +24,8 @@ from model.families.hunyuan import HUNYUAN_DENSE
 from model.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from model.families.quantization import check_quantization
 from model.families.spec import FamilySpec, Raw, Wrapper
+from model.families.smollm3 import SMOLLM3
+from model.families.spec import FamilySpec, Raw
 
 _FIELDS = {field.name: field for field in fields(ModelConfig)}
 _METADATA_KEYS = {"architectures", "model_type", "dtype", "torch_dtype", "transformers_version"}
@@ -105,6 +107,7 @@ _ALL = (
     *(GRANITE, GRANITE_HYBRID),
     *(GLM, GLM4, ERNIE4_5, HELIUM, COHERE2),
     *(EXAONE4, HUNYUAN_DENSE),
+    SMOLLM3,
     NATIVE,
 )
 _FAMILIES = {family.name: family for family in _ALL}
