@@ -24,6 +24,7 @@ from model.families.hunyuan import HUNYUAN_DENSE
 from model.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from model.families.quantization import check_quantization
 from model.families.spec import FamilySpec, Raw, Wrapper
+from model.families.olmo import OLMO, OLMO2, OLMO3
 from model.families.phi3 import PHI3
 from model.families.smollm3 import SMOLLM3
 from model.families.spec import FamilySpec, Raw
@@ -110,6 +111,7 @@ _ALL = (
     *(EXAONE4, HUNYUAN_DENSE),
     SMOLLM3,
     PHI3,
+    *(OLMO, OLMO2, OLMO3),
     NATIVE,
 )
 _FAMILIES = {family.name: family for family in _ALL}
