@@ -26,6 +26,7 @@ from model.families.quantization import check_quantization
 from model.families.spec import FamilySpec, Raw, Wrapper
 from model.families.olmo import OLMO, OLMO2, OLMO3
 from model.families.phi3 import PHI3
+from model.families.seed_oss import SEED_OSS
 from model.families.smollm3 import SMOLLM3
 from model.families.spec import FamilySpec, Raw
 
@@ -112,6 +113,7 @@ _ALL = (
     SMOLLM3,
     PHI3,
     *(OLMO, OLMO2, OLMO3),
+    SEED_OSS,
     NATIVE,
 )
 _FAMILIES = {family.name: family for family in _ALL}
