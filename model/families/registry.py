@@ -26,6 +26,7 @@ from model.families.hunyuan import HUNYUAN_DENSE
 from model.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from model.families.quantization import check_quantization
 from model.families.spec import FamilySpec, Raw, Wrapper
+from model.families.ministral3 import MINISTRAL3
 from model.families.olmo import OLMO, OLMO2, OLMO3
 from model.families.phi3 import PHI3
 from model.families.seed_oss import SEED_OSS
@@ -117,6 +118,7 @@ _ALL = (
     *(OLMO, OLMO2, OLMO3),
     SEED_OSS,
     ARCEE,
+    MINISTRAL3,
     NATIVE,
 )
 _FAMILIES = {family.name: family for family in _ALL}
