@@ -11,27 +11,25 @@ from dataclasses import MISSING, asdict, fields, replace
 from typing import Any
 
 from model.config import MAX_LAYER_KINDS, ConfigError, LayerKind, ModelConfig, QueryScale, Rope
+from model.families.arcee import ARCEE
 from model.families.cohere import COHERE2
 from model.families.ernie4_5 import ERNIE4_5
 from model.families.exaone4 import EXAONE4
 from model.families.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA3_WRAPPER
 from model.families.glm import GLM, GLM4
-from model.families.arcee import ARCEE
-from model.families.gemma import GEMMA, GEMMA2, GEMMA3
 from model.families.gpt2 import GPT2
 from model.families.gpt_neox import GPT_NEOX
 from model.families.granite import GRANITE, GRANITE_HYBRID
 from model.families.helium import HELIUM
 from model.families.hunyuan import HUNYUAN_DENSE
 from model.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
-from model.families.quantization import check_quantization
-from model.families.spec import FamilySpec, Raw, Wrapper
 from model.families.ministral3 import MINISTRAL3
 from model.families.olmo import OLMO, OLMO2, OLMO3
 from model.families.phi3 import PHI3
+from model.families.quantization import check_quantization
 from model.families.seed_oss import SEED_OSS
 from model.families.smollm3 import SMOLLM3
-from model.families.spec import FamilySpec, Raw
+from model.families.spec import FamilySpec, Raw, Wrapper
 
 _FIELDS = {field.name: field for field in fields(ModelConfig)}
 _METADATA_KEYS = {"architectures", "model_type", "dtype", "torch_dtype", "transformers_version"}
