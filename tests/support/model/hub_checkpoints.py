@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,14 @@ def family_name(case: str) -> str:
     return case.partition("-")[0]
 
 
+def reference_config(name: str, **keys: Any) -> Any:
+    """transformers' configuration, which completes the nested objects that it is given: not ours."""
+    return transformers.AutoConfig.for_model(name, **deepcopy(keys))
+
+
 def reference_model(case: str, **changes: Any) -> Any:
     """The transformers model with random parameters: biases of 0 and norms of 1 would hide mistakes."""
-    config = transformers.AutoConfig.for_model(family_name(case), **{**COMMON, **CASES[case], **changes})
+    config = reference_config(family_name(case), **{**COMMON, **CASES[case], **changes})
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     generator = torch.Generator().manual_seed(sorted(CASES).index(case))
     with torch.no_grad():
