@@ -23,18 +23,20 @@ def _transpose(matrix: Tensor) -> Tensor:
 
 
 def heads_interleaved(config: ModelConfig, mapping: TensorMapping) -> TensorMapping:
-    """The rows of qkv are ordered by head: q, k, v of head 0, then of head 1, ..."""
-    if ".attention.qkv." not in mapping.target:
+    """The rows of qkv are ordered by key head: its query heads, k, v of head 0, then of head 1, ..."""
+    n_heads, kv_heads = config.n_heads, config.n_kv_heads
+    if ".attention.qkv." not in mapping.target or kv_heads == 1:
         return mapping
-    load, save = partial(_swap, outer=config.n_heads, inner=3), partial(_swap, outer=3, inner=config.n_heads)
-    return TensorMapping(mapping.target, mapping.source, (Conversion(load, save),))
+    queries = [range(first, first + n_heads // kv_heads) for first in range(0, n_heads, n_heads // kv_heads)]
+    stored = [head for kv in range(kv_heads) for head in (*queries[kv], n_heads + kv, n_heads + kv_heads + kv)]
+    back = sorted(range(len(stored)), key=stored.__getitem__)
+    conversion = Conversion(partial(_heads, order=back), partial(_heads, order=stored))
+    return TensorMapping(mapping.target, mapping.source, (conversion,))
 
 
-def _swap(tensor: Tensor, *, outer: int, inner: int) -> Tensor:
-    """Reorders rows from [outer, inner, head_dim] to [inner, outer, head_dim]."""
-    head_dim = len(tensor) // (outer * inner)
-    rows = tensor.reshape(outer, inner, head_dim, *tensor.shape[1:])
-    return rows.swapaxes(0, 1).reshape(tensor.shape)
+def _heads(tensor: Tensor, *, order: list[int]) -> Tensor:
+    """The rows of all heads, which have one size, in this order of heads."""
+    return tensor.reshape(len(order), -1, *tensor.shape[1:])[order].reshape(tensor.shape)
 
 
 def rotation_interleaved(config: ModelConfig, mapping: TensorMapping) -> TensorMapping:

@@ -194,7 +194,7 @@ Layers = Mapping[str, Any]
 
 def read_layers(n_layers: int, kind_of: Callable[[int], LayerKind]) -> Layers:
     """layer_kinds and layer_types of a ModelConfig, from the kind of the layer with each index. Raises ConfigError."""
-    kinds = [kind_of(layer) for layer in range(_check_layers(n_layers))]
+    kinds = [kind_of(layer) for layer in range(check_layers(n_layers))]
     different = tuple(dict.fromkeys(kinds))
     types = tuple(map(different.index, kinds)) if len(different) > 1 else ()
     return {"layer_kinds": different, "layer_types": types}
@@ -207,7 +207,7 @@ def read_windows(raw: Raw, n_layers: str, window: object, default: Callable[[int
     """
     check_field("window", window, "sliding_window", LayerKind)
     check_field("n_layers", raw[n_layers], n_layers)
-    count, types = _check_layers(raw[n_layers]), raw.get("layer_types")
+    count, types = check_layers(raw[n_layers]), raw.get("layer_types")
     if types is None:
         types = ["sliding_attention" if default(layer) else "full_attention" for layer in range(count)]
     if not isinstance(types, list) or len(types) != count:
@@ -231,7 +231,7 @@ def periodic_windows(raw: Raw, *keys: str, default: int) -> Callable[[int], bool
     return lambda layer: (layer + 1) % period > 0
 
 
-def _check_layers(n_layers: int) -> int:
+def check_layers(n_layers: int) -> int:
     """The number of layers, which a file may put at billions. Raises ConfigError."""
     if n_layers > _MAX_LAYERS:
         raise ConfigError(f"{n_layers} layers of several kinds are not supported, at most {_MAX_LAYERS}")
