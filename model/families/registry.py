@@ -17,6 +17,8 @@ from model.families.ernie4_5 import ERNIE4_5
 from model.families.exaone4 import EXAONE4
 from model.families.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA3_WRAPPER
 from model.families.glm import GLM, GLM4
+from model.families.falcon import FALCON
+from model.families.gemma import GEMMA, GEMMA2, GEMMA3
 from model.families.gpt2 import GPT2
 from model.families.gpt_neox import GPT_NEOX
 from model.families.granite import GRANITE, GRANITE_HYBRID
@@ -117,6 +119,7 @@ _ALL = (
     SEED_OSS,
     ARCEE,
     MINISTRAL3,
+    *(FALCON,),
     NATIVE,
 )
 _FAMILIES = {family.name: family for family in _ALL}
