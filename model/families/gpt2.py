@@ -1,12 +1,13 @@
-"""gpt2: learned positions, LayerNorm, and matrices stored as [columns, rows]."""
+"""gpt2, gpt_bigcode: learned positions, LayerNorm; gpt2 stores matrices as [columns, rows]."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
-from model.config import LayerKind, ModelConfig
-from model.families.layouts import transposed
+from model.config import LayerKind, ModelConfig, check_field
+from model.families.layouts import heads_interleaved, transposed
 from model.families.spec import (
     ACTIVATION_NAMES,
     FamilySpec,
@@ -44,7 +45,7 @@ _KEYS = {
 }
 
 
-def _read(raw: Raw) -> ModelConfig:
+def _read(raw: Raw, default_activation: str = "gelu_new") -> ModelConfig:
     require_values(raw, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
     sizes = read_fields(raw, _KEYS, mlp_width=None, norm_eps=1e-5, tied_head=True)
     sizes["mlp_width"] = sizes["mlp_width"] or 4 * sizes["width"]
@@ -56,12 +57,20 @@ def _read(raw: Raw) -> ModelConfig:
         norm_bias=True,
         positions="learned",
         layer_kinds=(LayerKind(),),
-        activation=activation(raw.get("activation_function", "gelu_new")),
+        activation=activation(raw.get("activation_function", default_activation)),
         gated=False,
         qkv_bias=True,
         out_bias=True,
         mlp_bias=True,
     )
+
+
+def _read_bigcode(raw: Raw) -> ModelConfig:
+    """All queries share one key head, or each has its own."""
+    multi_query = raw.get("multi_query", True)
+    check_field("gated", multi_query, "multi_query")
+    config = _read(raw, "gelu_pytorch_tanh")
+    return replace(config, n_kv_heads=1) if multi_query else config
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
@@ -77,4 +86,13 @@ GPT2 = FamilySpec(
     layout=transposed,
     prefix="transformer.",
     ignored=re.compile(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)"),
+)
+GPT_BIGCODE = FamilySpec(
+    name="gpt_bigcode",
+    architecture="GPTBigCodeForCausalLM",
+    read=_read_bigcode,
+    names=_NAMES,
+    layout=heads_interleaved,
+    prefix="transformer.",
+    ignored=re.compile(r"(transformer\.)?(h\.\d+\.attn\.)?(bias|masked_bias)"),
 )
