@@ -20,6 +20,7 @@ from model.families.glm import GLM, GLM4
 from model.families.falcon import FALCON
 from model.families.gemma import GEMMA, GEMMA2, GEMMA3
 from model.families.gpt2 import GPT2, GPT_BIGCODE
+from model.families.gpt_neo import GPT_NEO
 from model.families.gpt_neox import GPT_NEOX
 from model.families.granite import GRANITE, GRANITE_HYBRID
 from model.families.helium import HELIUM
@@ -121,6 +122,7 @@ _ALL = (
     MINISTRAL3,
     *(FALCON,),
     *(GPT_BIGCODE, FALCON),
+    *(GPT_NEO, GPT_BIGCODE, FALCON),
     NATIVE,
 )
 _FAMILIES = {family.name: family for family in _ALL}
