@@ -25,6 +25,7 @@ from model.families.gpt_neox import GPT_NEOX
 from model.families.granite import GRANITE, GRANITE_HYBRID
 from model.families.helium import HELIUM
 from model.families.hunyuan import HUNYUAN_DENSE
+from model.families.gptj import GPTJ
 from model.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from model.families.ministral3 import MINISTRAL3
 from model.families.olmo import OLMO, OLMO2, OLMO3
@@ -123,6 +124,7 @@ _ALL = (
     *(FALCON,),
     *(GPT_BIGCODE, FALCON),
     *(GPT_NEO, GPT_BIGCODE, FALCON),
+    *(GPT_NEO, GPTJ, GPT_BIGCODE, FALCON),
     NATIVE,
 )
 _FAMILIES = {family.name: family for family in _ALL}

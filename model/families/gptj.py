@@ -1,0 +1,64 @@
+"""gptj: a parallel residual with one norm, and heads whose neighboring numbers are rotated together."""
+
+from __future__ import annotations
+
+import re
+
+from model.config import LayerKind, ModelConfig, Rope, check_field
+from model.families.layouts import rotation_interleaved
+from model.families.spec import FamilySpec, Raw, activation, head_size, read_fields
+
+_LAYER = "transformer.h.N"
+_NAMES: dict[str, str | tuple[str, ...]] = {
+    "embedding": "transformer.wte.weight",
+    "untied_head": "lm_head.weight",
+    "head_bias": "lm_head.bias",
+    "norm": "transformer.ln_f",
+    "blocks.N.norm_attention": f"{_LAYER}.ln_1",
+    "blocks.N.attention.qkv": tuple(f"{_LAYER}.attn.{part}_proj" for part in "qkv"),
+    "blocks.N.attention.out": f"{_LAYER}.attn.out_proj",
+    "blocks.N.mlp.up": f"{_LAYER}.mlp.fc_in",
+    "blocks.N.mlp.down": f"{_LAYER}.mlp.fc_out",
+}
+_KEYS = {
+    "vocab_size": "vocab_size",
+    "width": "n_embd",
+    "n_layers": "n_layer",
+    "n_heads": "n_head",
+    "mlp_width": "n_inner",
+    "context": "n_positions",
+    "norm_eps": "layer_norm_epsilon",
+    "tied_head": "tie_word_embeddings",
+}
+
+
+def _read(raw: Raw) -> ModelConfig:
+    sizes = read_fields(raw, _KEYS, mlp_width=None, norm_eps=1e-5, tied_head=False)
+    sizes["mlp_width"] = sizes["mlp_width"] or 4 * sizes["width"]
+    rotary_dim = raw.get("rotary_dim", 64)
+    check_field("width", rotary_dim, "rotary_dim")  # no field of Rope, whose dim may be None
+    return ModelConfig(
+        **sizes,
+        n_kv_heads=sizes["n_heads"],
+        head_dim=head_size(raw, "n_embd", "n_head"),
+        norm="layernorm",
+        norm_bias=True,
+        parallel_residual=True,
+        shared_norm=True,
+        layer_kinds=(LayerKind(rope=Rope(dim=rotary_dim)),),
+        activation=activation(raw.get("activation_function", "gelu_new")),
+        gated=False,
+        mlp_bias=True,
+        head_bias=True,
+    )
+
+
+GPTJ = FamilySpec(
+    name="gptj",
+    architecture="GPTJForCausalLM",
+    read=_read,
+    names=_NAMES,
+    layout=rotation_interleaved,
+    prefix="transformer.",
+    ignored=re.compile(r".*attn\.(bias|masked_bias|embed_positions)"),
+)
