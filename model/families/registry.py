@@ -34,6 +34,8 @@ from model.families.quantization import check_quantization
 from model.families.seed_oss import SEED_OSS
 from model.families.smollm3 import SMOLLM3
 from model.families.spec import FamilySpec, Raw, Wrapper
+from model.families.opt import OPT
+from model.families.spec import FamilySpec, Raw
 
 _FIELDS = {field.name: field for field in fields(ModelConfig)}
 _METADATA_KEYS = {"architectures", "model_type", "dtype", "torch_dtype", "transformers_version"}
@@ -125,6 +127,7 @@ _ALL = (
     *(GPT_BIGCODE, FALCON),
     *(GPT_NEO, GPT_BIGCODE, FALCON),
     *(GPT_NEO, GPTJ, GPT_BIGCODE, FALCON),
+    *(OPT, GPT_NEO, GPTJ, GPT_BIGCODE, FALCON),
     NATIVE,
 )
 _FAMILIES = {family.name: family for family in _ALL}
