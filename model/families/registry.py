@@ -35,6 +35,7 @@ from model.families.seed_oss import SEED_OSS
 from model.families.smollm3 import SMOLLM3
 from model.families.spec import FamilySpec, Raw, Wrapper
 from model.families.opt import OPT
+from model.families.phi import PHI
 from model.families.spec import FamilySpec, Raw
 
 _FIELDS = {field.name: field for field in fields(ModelConfig)}
@@ -127,6 +128,7 @@ _ALL = (
     *(GPT_BIGCODE, FALCON),
     *(GPT_NEO, GPT_BIGCODE, FALCON),
     *(GPT_NEO, GPTJ, GPT_BIGCODE, FALCON),
+    *(PHI,),
     *(OPT, GPT_NEO, GPTJ, GPT_BIGCODE, FALCON),
     NATIVE,
 )
