@@ -37,6 +37,7 @@ from model.families.spec import FamilySpec, Raw, Wrapper
 from model.families.opt import OPT
 from model.families.phi import PHI
 from model.families.spec import FamilySpec, Raw
+from model.families.stablelm import STABLELM
 
 _FIELDS = {field.name: field for field in fields(ModelConfig)}
 _METADATA_KEYS = {"architectures", "model_type", "dtype", "torch_dtype", "transformers_version"}
@@ -129,6 +130,7 @@ _ALL = (
     *(GPT_NEO, GPT_BIGCODE, FALCON),
     *(GPT_NEO, GPTJ, GPT_BIGCODE, FALCON),
     *(PHI,),
+    *(STABLELM, PHI),
     *(OPT, GPT_NEO, GPTJ, GPT_BIGCODE, FALCON),
     NATIVE,
 )
