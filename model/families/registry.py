@@ -38,6 +38,7 @@ from model.families.opt import OPT
 from model.families.phi import PHI
 from model.families.spec import FamilySpec, Raw
 from model.families.stablelm import STABLELM
+from model.families.starcoder2 import STARCODER2
 
 _FIELDS = {field.name: field for field in fields(ModelConfig)}
 _METADATA_KEYS = {"architectures", "model_type", "dtype", "torch_dtype", "transformers_version"}
@@ -131,6 +132,7 @@ _ALL = (
     *(GPT_NEO, GPTJ, GPT_BIGCODE, FALCON),
     *(PHI,),
     *(STABLELM, PHI),
+    *(STARCODER2, STABLELM, PHI),
     *(OPT, GPT_NEO, GPTJ, GPT_BIGCODE, FALCON),
     NATIVE,
 )
