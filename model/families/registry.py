@@ -34,6 +34,7 @@ from model.families.quantization import check_quantization
 from model.families.seed_oss import SEED_OSS
 from model.families.smollm3 import SMOLLM3
 from model.families.spec import FamilySpec, Raw, Wrapper
+from model.families.nanochat import NANOCHAT
 from model.families.opt import OPT
 from model.families.phi import PHI
 from model.families.spec import FamilySpec, Raw
@@ -132,6 +133,7 @@ _ALL = (
     *(GPT_NEO, GPTJ, GPT_BIGCODE, FALCON),
     *(PHI,),
     *(STABLELM, PHI),
+    *(NANOCHAT,),
     *(STARCODER2, STABLELM, PHI),
     *(OPT, GPT_NEO, GPTJ, GPT_BIGCODE, FALCON),
     NATIVE,
