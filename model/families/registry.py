@@ -35,6 +35,7 @@ from model.families.seed_oss import SEED_OSS
 from model.families.smollm3 import SMOLLM3
 from model.families.spec import FamilySpec, Raw, Wrapper
 from model.families.nanochat import NANOCHAT
+from model.families.nemotron import NEMOTRON
 from model.families.opt import OPT
 from model.families.phi import PHI
 from model.families.spec import FamilySpec, Raw
@@ -134,6 +135,7 @@ _ALL = (
     *(PHI,),
     *(STABLELM, PHI),
     *(NANOCHAT,),
+    *(NEMOTRON, NANOCHAT),
     *(STARCODER2, STABLELM, PHI),
     *(OPT, GPT_NEO, GPTJ, GPT_BIGCODE, FALCON),
     NATIVE,
