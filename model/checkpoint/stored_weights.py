@@ -221,6 +221,9 @@ def _match(
     rename = next((spelling for spelling in spellings if spelling(embedding_name) in found), spellings[0])
     mappings = {target: mapping.renamed(rename) for target, mapping in canonical.items()}
     head = mappings.pop("untied_head", None) if config.tied_head else None
+    for name, number in (constant for mapping in mappings.values() for constant in mapping.constants):
+        if name in found:
+            _check_constant(found.pop(name), number)
     shapes = {name: shape for mapping in mappings.values() for name, shape in mapping.source}
     if missing := sorted(shapes.keys() - found.keys()):
         raise CheckpointError(f"{index.source}: {len(missing)} tensors are missing, the first is {missing[0]}")
@@ -244,6 +247,15 @@ def _match(
                 "if it is the head, set tie_word_embeddings to false"
             )
     return mappings, scales, left_out
+
+
+def _check_constant(stored: StoredTensor, number: float) -> None:
+    """Raises CheckpointError unless the tensor is this number, in any number format."""
+    if stored.shape not in ((), (1,)) or stored.dtype not in _STORED:
+        raise CheckpointError(f"{stored.path}: {stored.name} must be one number of {', '.join(_STORED)}")
+    found = float(_ArrayFormat("float32").convert(_mapped(stored))[0].item())
+    if not math.isclose(found, number, rel_tol=2**-8, abs_tol=2**-24):  # steps of bfloat16, float16
+        raise CheckpointError(f"{stored.path}: {stored.name} {found:g} is not supported, only {number:g}")
 
 
 def _eos_ids(path: File, raw: Any, vocab_size: int) -> tuple[int, ...]:

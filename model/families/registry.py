@@ -11,34 +11,33 @@ from dataclasses import MISSING, asdict, fields, replace
 from typing import Any
 
 from model.config import MAX_LAYER_KINDS, ConfigError, LayerKind, ModelConfig, QueryScale, Rope
+from model.families.apertus import APERTUS
 from model.families.arcee import ARCEE
 from model.families.cohere import COHERE2
 from model.families.ernie4_5 import ERNIE4_5
 from model.families.exaone4 import EXAONE4
+from model.families.falcon import FALCON
 from model.families.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA3_WRAPPER
 from model.families.glm import GLM, GLM4
-from model.families.falcon import FALCON
-from model.families.gemma import GEMMA, GEMMA2, GEMMA3
 from model.families.gpt2 import GPT2, GPT_BIGCODE
 from model.families.gpt_neo import GPT_NEO
 from model.families.gpt_neox import GPT_NEOX
+from model.families.gptj import GPTJ
 from model.families.granite import GRANITE, GRANITE_HYBRID
 from model.families.helium import HELIUM
 from model.families.hunyuan import HUNYUAN_DENSE
-from model.families.gptj import GPTJ
 from model.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from model.families.ministral3 import MINISTRAL3
+from model.families.nanochat import NANOCHAT
+from model.families.nemotron import NEMOTRON
 from model.families.olmo import OLMO, OLMO2, OLMO3
+from model.families.opt import OPT
+from model.families.phi import PHI
 from model.families.phi3 import PHI3
 from model.families.quantization import check_quantization
 from model.families.seed_oss import SEED_OSS
 from model.families.smollm3 import SMOLLM3
 from model.families.spec import FamilySpec, Raw, Wrapper
-from model.families.nanochat import NANOCHAT
-from model.families.nemotron import NEMOTRON
-from model.families.opt import OPT
-from model.families.phi import PHI
-from model.families.spec import FamilySpec, Raw
 from model.families.stablelm import STABLELM
 from model.families.starcoder2 import STARCODER2
 
@@ -116,28 +115,13 @@ NATIVE = FamilySpec(name="inkstream", architecture="InkstreamDecoder", read=_rea
 
 
 _ALL = (
-    *(LLAMA, MISTRAL, QWEN2, QWEN3),
-    *(GPT2, GPT_NEOX),
+    *(LLAMA, MISTRAL, QWEN2, QWEN3, MINISTRAL3, SMOLLM3, SEED_OSS, ARCEE),
     *(GEMMA, GEMMA2, GEMMA3),
-    *(GRANITE, GRANITE_HYBRID),
+    *(PHI, PHI3, OLMO, OLMO2, OLMO3),
+    *(GRANITE, GRANITE_HYBRID, STARCODER2, STABLELM),
     *(GLM, GLM4, ERNIE4_5, HELIUM, COHERE2),
-    *(EXAONE4, HUNYUAN_DENSE),
-    SMOLLM3,
-    PHI3,
-    *(OLMO, OLMO2, OLMO3),
-    SEED_OSS,
-    ARCEE,
-    MINISTRAL3,
-    *(FALCON,),
-    *(GPT_BIGCODE, FALCON),
-    *(GPT_NEO, GPT_BIGCODE, FALCON),
-    *(GPT_NEO, GPTJ, GPT_BIGCODE, FALCON),
-    *(PHI,),
-    *(STABLELM, PHI),
-    *(NANOCHAT,),
-    *(NEMOTRON, NANOCHAT),
-    *(STARCODER2, STABLELM, PHI),
-    *(OPT, GPT_NEO, GPTJ, GPT_BIGCODE, FALCON),
+    *(EXAONE4, HUNYUAN_DENSE, APERTUS, NEMOTRON, NANOCHAT),
+    *(GPT2, GPT_NEOX, GPT_NEO, GPTJ, GPT_BIGCODE, OPT, FALCON),
     NATIVE,
 )
 _FAMILIES = {family.name: family for family in _ALL}

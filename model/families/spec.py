@@ -43,6 +43,8 @@ class TensorMapping:
     """Names and shapes in the file."""
     conversions: tuple[Conversion, ...] = ()
     """Of each source; empty if the file has the Decoder's layout."""
+    constants: tuple[tuple[str, float], ...] = ()
+    """Names and numbers of scalars that files store beside the sources, and that a Decoder cannot vary."""
 
     def load(self, index: int, tensor: Tensor) -> Tensor:
         """Source `index` in the Decoder's layout."""
@@ -52,14 +54,16 @@ class TensorMapping:
         """The file's tensors, by name."""
         parts = whole.split([shape[0] for _, shape in self.source]) if len(self.source) > 1 else (whole,)
         conversions = self.conversions or (Conversion(),) * len(parts)
-        return {
+        tensors = {
             name: conversion.save(part).contiguous()
             for (name, _), conversion, part in zip(self.source, conversions, parts, strict=True)
         }
+        return tensors | {name: whole.new_tensor(number) for name, number in self.constants}
 
     def renamed(self, rename: Callable[[str], str]) -> TensorMapping:
         """The same from files with other names."""
-        return replace(self, source=tuple((rename(name), shape) for name, shape in self.source))
+        source = tuple((rename(name), shape) for name, shape in self.source)
+        return replace(self, source=source, constants=tuple((rename(name), number) for name, number in self.constants))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

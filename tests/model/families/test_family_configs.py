@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from model.checkpoint.stored_weights import find_weights
 from model.config import Activation, ConfigError, LayerKind, ModelConfig, Rope
@@ -318,3 +319,31 @@ def test_family_whose_head_is_always_the_embedding_needs_no_name_for_another(
     save_reference("llama-b", tmp_path / "untied")
     with pytest.raises(CheckpointError, match=r"config\.json: a llama with untied_head is not supported$"):
         find_weights(tmp_path / "untied")
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "words"),
+    [
+        ("beta", torch.tensor(0.5, dtype=torch.bfloat16), ""),
+        ("eps", torch.tensor([-1e-6], dtype=torch.bfloat16), ""),
+        ("eps", torch.tensor(-1e-6, dtype=torch.float16), ""),
+        ("beta", torch.tensor(0.25), r"model\.layers\.1\.mlp\.act_fn\.beta 0\.25 is not supported, only 0\.5$"),
+        ("eps", torch.tensor(-1e-3), r"act_fn\.eps -0\.001 is not supported, only -1e-06$"),
+        ("beta", torch.tensor(torch.nan), r"act_fn\.beta nan is not supported"),
+        ("beta", torch.tensor([0.5, 0.5]), r"act_fn\.beta must be one number of F32, F16, BF16$"),
+        ("beta", torch.tensor(1), r"act_fn\.beta must be one number of F32, F16, BF16$"),
+    ],
+)
+@pytest.mark.parametrize("prefix", ["model.", ""])
+def test_stored_constants_must_have_the_number_that_is_computed_with(
+    tmp_path: Path, name: str, number: torch.Tensor, words: str, prefix: str
+) -> None:
+    save_reference("apertus-b", tmp_path)
+    path = tmp_path / "model.safetensors"
+    stored = load_file(path) | {f"model.layers.1.mlp.act_fn.{name}": number}
+    save_file({f"{prefix}{each.removeprefix('model.')}": tensor for each, tensor in stored.items()}, path)
+    if not words:
+        find_weights(tmp_path)
+        return
+    with pytest.raises(CheckpointError, match=words if prefix else words.replace(r"model\.", "")):
+        find_weights(tmp_path)
