@@ -251,9 +251,9 @@ def _match(
 
 def _check_constant(stored: StoredTensor, number: float) -> None:
     """Raises CheckpointError unless the tensor is this number, in any number format."""
-    if stored.shape not in ((), (1,)) or stored.dtype not in _STORED:
-        raise CheckpointError(f"{stored.path}: {stored.name} must be one number of {', '.join(_STORED)}")
-    found = float(_ArrayFormat("float32").convert(_mapped(stored))[0].item())
+    if stored.shape not in ((), (1,)) or stored.dtype not in STORED_TYPES:
+        raise CheckpointError(f"{stored.path}: {stored.name} must be one number of {', '.join(STORED_TYPES)}")
+    found = float(_ArrayFormat("float32").convert(mapped(stored))[0].item())
     if not math.isclose(found, number, rel_tol=2**-8, abs_tol=2**-24):  # steps of bfloat16, float16
         raise CheckpointError(f"{stored.path}: {stored.name} {found:g} is not supported, only {number:g}")
 
