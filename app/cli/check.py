@@ -147,7 +147,8 @@ def describe_contexts(shape: ModelConfig, n_params: int) -> str:
     found = []
     for gib in _MEMORIES:
         share = cache_share_on_cpu((gib << 30) - _PROCESSES, 2 * n_params)
-        context = whole.fitting(share).context if share > 2 * whole.block_bytes else 0
+        fitting = whole.fitting(share)
+        context = fitting.context if fitting.cache_bytes(fitting.needed_blocks) <= share else 0
         found.append(f"{f'{context:,}' if context else 'none'} in {gib} GiB")
     return f"{', '.join(found)} of free memory, in bfloat16"
 

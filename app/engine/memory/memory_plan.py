@@ -105,6 +105,8 @@ def choose_context(shape: ModelConfig, requested: int) -> int:
 
 
 _CONTEXT_UNIT = 1024
+_LEAST_CONTEXT = 512
+"""A service does not offer less by itself."""
 _CONTEXT_SHARE = 0.9
 """Of the cache: memory may be taken by others before it is allocated."""
 
@@ -156,7 +158,7 @@ class CacheShape:
         """With the longest context whose cache fits into `cache_bytes`, if this one does not and one does."""
         affordable = int(_CONTEXT_SHARE * (cache_bytes - self.reserved_bytes)) // self.block_bytes * self.block_size
         whole = cache_bytes - self.reserved_bytes >= self.needed_blocks * self.block_bytes
-        if whole or self.shape.n_encoder_layers or affordable < self.block_size:
+        if whole or self.shape.n_encoder_layers or affordable < _LEAST_CONTEXT:
             return self
         shorter = affordable // _CONTEXT_UNIT * _CONTEXT_UNIT or affordable
         return replace(self, context=min(self.context, shorter))

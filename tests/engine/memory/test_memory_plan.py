@@ -260,6 +260,5 @@ def test_default_context_is_the_longest_whose_cache_fits() -> None:
         assert 0.7 * share < fitting.cache_bytes(fitting.needed_blocks) < share
         assert fitting.context % 1024 == 0 and replace(fitting, context=131_072) == long
     assert long.fitting(long.cache_bytes(10)).context == 9 * long.block_size, "less than 1,024 tokens: whole blocks"
-    assert long.fitting(long.block_bytes) is long and long.fitting(0) is long, (
-        "nothing fits: refused later, with numbers"
-    )
+    for share in (0, long.block_bytes, long.cache_bytes(8)):
+        assert long.fitting(share) is long, "less than 512 tokens: refused later, with numbers"

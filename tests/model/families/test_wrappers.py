@@ -28,7 +28,7 @@ _GEMMA = {**heads(4, 2, 12), **COMMON, "sliding_window": 9, "layer_types": ["sli
 WRAPPED: dict[str, dict[str, Any]] = {
     "gemma3": {"text_config": {**_GEMMA, "model_type": "gemma3_text"}, "vision_config": _VISION}
     | {"mm_tokens_per_image": 4, "image_token_index": 98, "boi_token_index": 97, "eoi_token_index": 96},
-    "mistral3": {"text_config": {**heads(4, 2, 12), **COMMON, "model_type": "mistral", "sliding_window": None}}
+    "mistral3": {"text_config": {**heads(4, 2, 12), **COMMON, "model_type": "ministral3"}}
     | {"vision_config": {**_VISION, "model_type": "pixtral", "head_dim": 16}, "image_token_index": 98},
 }
 

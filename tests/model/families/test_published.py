@@ -1,0 +1,40 @@
+"""Configurations as vendors publish them: how many parameters, how much cache, which context fits, what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.cli.check import describe_contexts
+from model.config import ConfigError
+from model.families.registry import MODEL_TYPES, read_config
+from model.parameter_shapes import count_parameters
+
+PUBLISHED: dict[str, dict[str, dict[str, Any]]] = json.loads(Path(__file__).with_name("published.json").read_text())
+
+
+@pytest.mark.parametrize("name", PUBLISHED["read"])
+def test_published_model_has_its_parameters_and_its_context_in_usual_memories(name: str) -> None:
+    """Numbers of parameters are the vendors'; OPT's are without two rows of positions that no text reaches."""
+    expected = PUBLISHED["read"][name]
+    family, config = read_config(expected["config"])
+    assert count_parameters(config) == expected["parameters"]
+    assert 2 * config.kv_elements_per_token / 1024 == expected["kib_per_token"]
+    assert describe_contexts(config, expected["parameters"]).startswith(expected["contexts"] + " of free memory")
+    assert expected["config"]["model_type"] in (family.name, family.wrapper and family.wrapper.name)
+
+
+@pytest.mark.parametrize("name", PUBLISHED["refused"])
+def test_published_model_of_another_kind_is_refused_by_what_it_needs(name: str) -> None:
+    refused = PUBLISHED["refused"][name]
+    with pytest.raises(ConfigError, match=refused["words"]) as caught:
+        read_config(refused["config"])
+    assert "\n" not in str(caught.value)
+
+
+def test_there_are_forty_models_of_most_families() -> None:
+    types = {each["config"]["model_type"] for each in PUBLISHED["read"].values()}
+    assert len(PUBLISHED["read"]) >= 40 and len(types) > len(MODEL_TYPES) / 2
