@@ -50,6 +50,7 @@ def _with_constants(_config: ModelConfig, mapping: TensorMapping) -> TensorMappi
 
 APERTUS = FamilySpec(
     name="apertus",
+    models="Apertus 8B",
     architecture="ApertusForCausalLM",
     read=_read,
     names=_NAMES,

@@ -15,6 +15,7 @@ def _read(raw: Raw) -> ModelConfig:
 
 ARCEE = llama_family(
     name="arcee",
+    models="AFM 4.5B",
     architecture="ArceeForCausalLM",
     read=_read,
     names={**NAMES, "blocks.N.mlp.up": "model.layers.N.mlp.up_proj"},

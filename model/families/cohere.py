@@ -42,6 +42,7 @@ def _read(raw: Raw) -> ModelConfig:
 
 COHERE2 = FamilySpec(
     name="cohere2",
+    models="Command R7B",
     architecture="Cohere2ForCausalLM",
     read=_read,
     names={module: name for module, name in NAMES.items() if module != "blocks.N.norm_mlp"},

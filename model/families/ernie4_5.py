@@ -26,6 +26,7 @@ def _read(raw: Raw) -> ModelConfig:
 
 ERNIE4_5 = FamilySpec(
     name="ernie4_5",
+    models="ERNIE 4.5 0.3B",
     architecture="Ernie4_5ForCausalLM",
     read=_read,
     names=NAMES,

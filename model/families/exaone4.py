@@ -36,6 +36,7 @@ def _read(raw: Raw) -> ModelConfig:
 
 EXAONE4 = FamilySpec(
     name="exaone4",
+    models="EXAONE 4.0 1.2B",
     architecture="Exaone4ForCausalLM",
     read=_read,
     names=_NAMES,

@@ -90,6 +90,7 @@ def _layout(config: ModelConfig, mapping: TensorMapping) -> TensorMapping:
 
 FALCON = FamilySpec(
     name="falcon",
+    models="Falcon 7B, 11B, 40B",
     architecture="FalconForCausalLM",
     read=_read,
     names=_NAMES,

@@ -86,11 +86,20 @@ def _read_gemma3(raw: Raw) -> ModelConfig:
 
 
 _family = partial(FamilySpec, prefix="model.", ignored=re.compile(r".*rotary_emb\.inv_freq"))
-GEMMA = _family(name="gemma", architecture="GemmaForCausalLM", read=_read_gemma, names=NAMES)
-GEMMA2 = _family(name="gemma2", architecture="Gemma2ForCausalLM", read=_read_gemma2, names=_SANDWICH)
-GEMMA3 = _family(name="gemma3_text", architecture="Gemma3ForCausalLM", read=_read_gemma3, names=_SANDWICH)
+GEMMA = _family(name="gemma", models="Gemma 2B and 7B", architecture="GemmaForCausalLM", read=_read_gemma, names=NAMES)
+GEMMA2 = _family(
+    name="gemma2", models="Gemma 2, 2B and 9B", architecture="Gemma2ForCausalLM", read=_read_gemma2, names=_SANDWICH
+)
+GEMMA3 = _family(
+    name="gemma3_text",
+    models="Gemma 3, 270M and 1B",
+    architecture="Gemma3ForCausalLM",
+    read=_read_gemma3,
+    names=_SANDWICH,
+)
 GEMMA3_WRAPPER = Wrapper(
     name="gemma3",
+    models="Gemma 3, 4B and 12B, as text",
     defaults={
         "model_type": "gemma3_text",
         "vocab_size": 262_208,

@@ -36,7 +36,11 @@ def _read(raw: Raw, **dialect: Any) -> ModelConfig:
 _family = partial(
     FamilySpec, layout=rotation_interleaved, prefix="model.", ignored=re.compile(r".*rotary_emb\.inv_freq")
 )
-GLM = _family(name="glm", architecture="GlmForCausalLM", read=_read, names=_NAMES)
+GLM = _family(name="glm", models="GLM-4 9B", architecture="GlmForCausalLM", read=_read, names=_NAMES)
 GLM4 = _family(
-    name="glm4", architecture="Glm4ForCausalLM", read=partial(_read, norm_position="sandwich"), names=_SANDWICH
+    name="glm4",
+    models="GLM-4-0414 9B, GLM-Z1 9B",
+    architecture="Glm4ForCausalLM",
+    read=partial(_read, norm_position="sandwich"),
+    names=_SANDWICH,
 )

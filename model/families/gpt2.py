@@ -79,6 +79,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
 
 GPT2 = FamilySpec(
     name="gpt2",
+    models="GPT-2, DistilGPT-2",
     architecture="GPT2LMHeadModel",
     read=_read,
     write=_write,
@@ -89,6 +90,7 @@ GPT2 = FamilySpec(
 )
 GPT_BIGCODE = FamilySpec(
     name="gpt_bigcode",
+    models="StarCoderBase, SantaCoder",
     architecture="GPTBigCodeForCausalLM",
     read=_read_bigcode,
     names=_NAMES,

@@ -89,6 +89,7 @@ def _repeated(pairs: Any, n_layers: int) -> list[Any]:
 
 GPT_NEO = FamilySpec(
     name="gpt_neo",
+    models="GPT-Neo 125M to 2.7B",
     architecture="GPTNeoForCausalLM",
     read=_read,
     names=_NAMES,

@@ -56,6 +56,7 @@ def _read(raw: Raw) -> ModelConfig:
 
 GPT_NEOX = FamilySpec(
     name="gpt_neox",
+    models="Pythia, GPT-NeoX, Dolly",
     architecture="GPTNeoXForCausalLM",
     read=_read,
     names=_NAMES,

@@ -55,6 +55,7 @@ def _read(raw: Raw) -> ModelConfig:
 
 GPTJ = FamilySpec(
     name="gptj",
+    models="GPT-J 6B",
     architecture="GPTJForCausalLM",
     read=_read,
     names=_NAMES,

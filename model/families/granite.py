@@ -68,7 +68,13 @@ def _read_hybrid(raw: Raw) -> ModelConfig:
 
 
 _family = partial(FamilySpec, prefix="model.", ignored=re.compile(r".*rotary_emb\.inv_freq"))
-GRANITE = _family(name="granite", architecture="GraniteForCausalLM", read=_read_granite, names=NAMES)
+GRANITE = _family(
+    name="granite", models="Granite 3, 2B and 8B", architecture="GraniteForCausalLM", read=_read_granite, names=NAMES
+)
 GRANITE_HYBRID = _family(
-    name="granitemoehybrid", architecture="GraniteMoeHybridForCausalLM", read=_read_hybrid, names=_HYBRID
+    name="granitemoehybrid",
+    models="Granite 4 without experts and states: 350M, 1B, micro",
+    architecture="GraniteMoeHybridForCausalLM",
+    read=_read_hybrid,
+    names=_HYBRID,
 )

@@ -24,6 +24,7 @@ def _read(raw: Raw) -> ModelConfig:
 
 HELIUM = FamilySpec(
     name="helium",
+    models="Helium 1, 2B",
     architecture="HeliumForCausalLM",
     read=_read,
     names=NAMES,

@@ -47,6 +47,7 @@ def _read_rope(raw: Raw, head_dim: int) -> Rope:
 
 HUNYUAN_DENSE = FamilySpec(
     name="hunyuan_v1_dense",
+    models="Hunyuan 0.5B to 7B",
     architecture="HunYuanDenseV1ForCausalLM",
     read=_read,
     names=_NAMES,

@@ -130,7 +130,26 @@ def _write_qwen3(config: ModelConfig) -> dict[str, Any]:
 
 llama_family = partial(FamilySpec, names=NAMES, prefix="model.", ignored=re.compile(r".*rotary_emb\.inv_freq"))
 """A FamilySpec with these names, unless it brings its own."""
-LLAMA = llama_family(name="llama", architecture="LlamaForCausalLM", read=_read_llama, write=_write_llama)
-MISTRAL = llama_family(name="mistral", architecture="MistralForCausalLM", read=_read_mistral)
-QWEN2 = llama_family(name="qwen2", architecture="Qwen2ForCausalLM", read=_read_qwen2)
-QWEN3 = llama_family(name="qwen3", architecture="Qwen3ForCausalLM", read=_read_qwen3, write=_write_qwen3)
+LLAMA = llama_family(
+    name="llama",
+    models="Llama 1 to 3.2, SmolLM, SmolLM2, TinyLlama, Yi, DeepSeek-R1-Distill-Llama, Falcon 3",
+    architecture="LlamaForCausalLM",
+    read=_read_llama,
+    write=_write_llama,
+)
+MISTRAL = llama_family(
+    name="mistral", models="Mistral 7B, Mistral Nemo 12B", architecture="MistralForCausalLM", read=_read_mistral
+)
+QWEN2 = llama_family(
+    name="qwen2",
+    models="Qwen2 and Qwen2.5, 0.5B to 14B, DeepSeek-R1-Distill-Qwen",
+    architecture="Qwen2ForCausalLM",
+    read=_read_qwen2,
+)
+QWEN3 = llama_family(
+    name="qwen3",
+    models="Qwen3, 0.6B to 14B, without experts",
+    architecture="Qwen3ForCausalLM",
+    read=_read_qwen3,
+    write=_write_qwen3,
+)

@@ -31,4 +31,6 @@ def _read(raw: Raw) -> ModelConfig:
     return read_dialect(raw, defaults=defaults, layers=read_one_window(raw, rope), query_scale=scale)
 
 
-MINISTRAL3 = llama_family(name="ministral3", architecture="Ministral3ForCausalLM", read=_read)
+MINISTRAL3 = llama_family(
+    name="ministral3", models="Ministral 3, 3B to 14B, as text", architecture="Ministral3ForCausalLM", read=_read
+)

@@ -35,6 +35,7 @@ def _read(raw: Raw) -> ModelConfig:
 
 NANOCHAT = FamilySpec(
     name="nanochat",
+    models="nanochat",
     architecture="NanoChatForCausalLM",
     read=_read,
     names=_NAMES,

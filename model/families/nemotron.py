@@ -30,6 +30,7 @@ def _read(raw: Raw) -> ModelConfig:
 
 NEMOTRON = FamilySpec(
     name="nemotron",
+    models="Minitron, Nemotron-4 of 4B and 8B",
     architecture="NemotronForCausalLM",
     read=_read,
     names=_NAMES,

@@ -47,6 +47,10 @@ def _read_olmo3(raw: Raw) -> ModelConfig:
     return _read_olmo2(raw, read_layers(len(windows), lambda layer: local if windows[layer] else everywhere))
 
 
-OLMO = llama_family(name="olmo", architecture="OlmoForCausalLM", read=_read_olmo)
-OLMO2 = llama_family(name="olmo2", architecture="Olmo2ForCausalLM", read=_read_olmo2, names=_OUTPUT_NORMS)
-OLMO3 = llama_family(name="olmo3", architecture="Olmo3ForCausalLM", read=_read_olmo3, names=_OUTPUT_NORMS)
+OLMO = llama_family(name="olmo", models="OLMo 1B and 7B", architecture="OlmoForCausalLM", read=_read_olmo)
+OLMO2 = llama_family(
+    name="olmo2", models="OLMo 2, 1B to 13B", architecture="Olmo2ForCausalLM", read=_read_olmo2, names=_OUTPUT_NORMS
+)
+OLMO3 = llama_family(
+    name="olmo3", models="Olmo 3 7B", architecture="Olmo3ForCausalLM", read=_read_olmo3, names=_OUTPUT_NORMS
+)

@@ -53,6 +53,7 @@ def _read(raw: Raw) -> ModelConfig:
 
 OPT = FamilySpec(
     name="opt",
+    models="OPT 125M and 1.3B to 13B",
     architecture="OPTForCausalLM",
     read=_read,
     names=_NAMES,

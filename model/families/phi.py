@@ -41,6 +41,7 @@ def _read(raw: Raw) -> ModelConfig:
 
 PHI = FamilySpec(
     name="phi",
+    models="Phi-1, Phi-1.5, Phi-2",
     architecture="PhiForCausalLM",
     read=_read,
     names=_NAMES,

@@ -34,4 +34,10 @@ def _read_rope(raw: Raw, head_dim: int) -> Rope:
     return read_rope({**raw, **renamed, "original_max_position_embeddings": original}, dim)
 
 
-PHI3 = llama_family(name="phi3", architecture="Phi3ForCausalLM", read=_read, names=_NAMES)
+PHI3 = llama_family(
+    name="phi3",
+    models="Phi-3 mini and medium, Phi-3.5 mini, Phi-4 mini, Phi-4 14B",
+    architecture="Phi3ForCausalLM",
+    read=_read,
+    names=_NAMES,
+)

@@ -125,7 +125,13 @@ _ALL = (
     NATIVE,
 )
 _FAMILIES = {family.name: family for family in _ALL}
-_WRAPPERS = {wrapper.name: wrapper for wrapper in (GEMMA3_WRAPPER, Wrapper(name="mistral3"))}
+_WRAPPERS = {
+    wrapper.name: wrapper
+    for wrapper in (GEMMA3_WRAPPER, Wrapper(name="mistral3", models="Mistral Small 3.1, Ministral 3, as text"))
+}
+MODELS = {family.name: family.models for family in _ALL if family.models}
+MODELS |= {wrapper.name: wrapper.models for wrapper in _WRAPPERS.values()}
+"""Some models of each model_type, for the documentation."""
 MODEL_TYPES = (*_FAMILIES, *_WRAPPERS)
 """Values of model_type that can be read."""
 

@@ -14,4 +14,4 @@ def _read(raw: Raw) -> ModelConfig:
     return read_dialect(raw, defaults={"n_kv_heads": 8, "head_dim": 128}, **biases)
 
 
-SEED_OSS = llama_family(name="seed_oss", architecture="SeedOssForCausalLM", read=_read)
+SEED_OSS = llama_family(name="seed_oss", models="Seed-OSS 36B", architecture="SeedOssForCausalLM", read=_read)

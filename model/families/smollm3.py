@@ -41,4 +41,4 @@ def _is_rotated(raw: Raw) -> Callable[[int], bool]:
     return lambda layer: bool(listed[layer])
 
 
-SMOLLM3 = llama_family(name="smollm3", architecture="SmolLM3ForCausalLM", read=_read)
+SMOLLM3 = llama_family(name="smollm3", models="SmolLM3 3B", architecture="SmolLM3ForCausalLM", read=_read)

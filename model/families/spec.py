@@ -72,6 +72,8 @@ class Wrapper:
 
     name: str
     """Its model_type."""
+    models: str
+    """See FamilySpec."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Keys of the text_config that its files leave out."""
     skipped: re.Pattern[str] = re.compile(
@@ -95,6 +97,8 @@ class FamilySpec:
     name: str
     architecture: str
     """The transformers class that loads our exports."""
+    models: str = ""
+    """Some of its models, for docs/bring-your-model.md."""
     read: Callable[[Raw], ModelConfig]
     """config.json -> ModelConfig. Raises ConfigError, KeyError, TypeError or ValueError."""
     write: Callable[[ModelConfig], dict[str, Any]] | None = None

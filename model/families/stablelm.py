@@ -34,6 +34,7 @@ def _read(raw: Raw) -> ModelConfig:
 
 STABLELM = FamilySpec(
     name="stablelm",
+    models="StableLM 1.6B and 3B",
     architecture="StableLmForCausalLM",
     read=_read,
     names=NAMES,

@@ -32,6 +32,7 @@ def _read(raw: Raw) -> ModelConfig:
 
 STARCODER2 = FamilySpec(
     name="starcoder2",
+    models="StarCoder 2, 3B to 15B",
     architecture="Starcoder2ForCausalLM",
     read=_read,
     names=_NAMES,

@@ -28,6 +28,7 @@ from tests.support.completion_client import fetch_completion
 from tests.support.docs_commands import commands_of, fences
 from tests.support.lazy_modules import transformers
 from tests.support.servers import running_server
+from tests.tools.families import with_table
 
 pytestmark = pytest.mark.slow
 
@@ -147,6 +148,10 @@ def test_command_prints_an_initial_config() -> None:
     (command,) = re.findall(r"^\.venv/bin/python (-c '.*?')$", PAGE, re.MULTILINE | re.DOTALL)
     printed = subprocess.run([sys.executable, *shlex.split(command)], cwd=ROOT, capture_output=True, check=True).stdout
     assert read_config(json.loads(printed))[1] == preset("textbook")
+
+
+def test_table_of_families_is_generated() -> None:
+    assert with_table(PAGE) == PAGE, "run: python -m tests.tools.families"
 
 
 def test_every_architecture_has_a_row() -> None:
