@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterator
 from dataclasses import MISSING, fields
 
-from model.config import ModelConfig
+from model.config import ModelConfig, Rope
 from model.decoder_program import cost, decoder_program
 
 Line = tuple[str, str]
@@ -16,17 +17,32 @@ _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 def shape_lines(config: ModelConfig) -> list[Line]:
     """The architecture, as printed by `inkstream check` and listed in a model card."""
-    switches = (field for field in fields(config) if field.default is not MISSING)
-    changed = [
-        f"{field.name} {getattr(config, field.name)}"
-        for field in switches
-        if getattr(config, field.name) != field.default
-    ]
     return [
         ("shape", f"{config.n_layers} layers x {config.width}, context {config.context}"),
         ("attention", f"{config.n_heads} heads, {config.n_kv_heads} kv heads, head_dim {config.head_dim}"),
+        ("layers", "; ".join(_layers(config))),
         ("feed-forward", str(config.mlp_width or "none")),
-        ("switches", ", ".join(changed) or "the defaults"),
+        ("switches", ", ".join(_changed(config, but=("layer_kinds", "layer_types"))) or "the defaults"),
+    ]
+
+
+def _layers(config: ModelConfig) -> Iterator[str]:
+    """For each kind of layer how many there are, what they see, and how they rotate."""
+    layers = config.layers
+    for kind in config.layer_kinds:
+        sees = "all tokens" if kind.window is None else f"{kind.window:,} tokens"
+        rotation = f"rope {', '.join(_changed(kind.rope)) or 'of the defaults'}" if kind.rope else "no rope"
+        yield f"{layers.count(kind)} see {sees}, {rotation}"
+
+
+def _changed(values: ModelConfig | Rope, but: Container[str] = ()) -> list[str]:
+    """The fields that do not have their defaults; of lists only how long they are."""
+    found = {field.name: getattr(values, field.name) for field in fields(values) if field.name not in but}
+    defaults = {field.name: field.default for field in fields(values) if field.default is not MISSING}
+    return [
+        f"{name} {f'of {len(value)} numbers' if isinstance(value, tuple) else value}"
+        for name, value in found.items()
+        if name in defaults and value != defaults[name]
     ]
 
 
