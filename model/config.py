@@ -50,7 +50,7 @@ def _check_value(value: object, kind: Any, name: str) -> None:
         msgspec.convert(value, kind, from_attributes=True)
     except msgspec.ValidationError as error:
         choices = f"; it must be one of {', '.join(get_args(kind))}" if get_origin(kind) is Literal else ""
-        raise ConfigError(f"{name} cannot be {value!r}: {error}{choices}") from None
+        raise ConfigError(f"{name} cannot be {value!r:.80}: {error}{choices}") from None
 
 
 def _require(condition: bool, message: str) -> None:

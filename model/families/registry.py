@@ -52,7 +52,7 @@ _UNIFORM_KEYS = ("rope_theta", "rotary_dim", "rope_scaling", "sliding_window")
 def _read_native(raw: Raw) -> ModelConfig:
     raw = _with_layer_kinds(raw)
     if unknown := sorted(raw.keys() - _FIELDS.keys() - _METADATA_KEYS):
-        raise ConfigError(f"unknown key {unknown[0]!r}; allowed: {', '.join(sorted(_FIELDS))}")
+        raise ConfigError(f"unknown key {unknown[0]!r:.80}; allowed: {', '.join(sorted(_FIELDS))}")
     required = {name for name, field in _FIELDS.items() if field.default is MISSING}
     if missing := sorted(required - raw.keys()):
         raise ConfigError(f"keys are missing: {', '.join(missing)}")
@@ -98,7 +98,7 @@ def _with_layer_kinds(raw: Raw) -> Raw:
     old = {key: raw[key] for key in _UNIFORM_KEYS if key in raw}
     if "layer_kinds" in raw:
         if old:
-            raise ConfigError(f"the key {next(iter(old))!r} belongs into layer_kinds")
+            raise ConfigError(f"the key {next(iter(old))!r:.80} belongs into layer_kinds")
         return raw
     new = {key: value for key, value in raw.items() if key not in old}
     rope = None
@@ -140,7 +140,7 @@ def _check_model_type(raw: Raw) -> None:
     """Rejects a config.json of another architecture. Raises ConfigError."""
     name = raw.get("model_type")
     if not isinstance(name, str) or name not in MODEL_TYPES:
-        problem = "has no model_type" if name is None else f"model_type {name!r} is not supported"
+        problem = "has no model_type" if name is None else f"model_type {name!r:.80} is not supported"
         raise ConfigError(f"{problem}; supported: {', '.join(MODEL_TYPES)}")
 
 
@@ -176,7 +176,7 @@ def read_config(raw: Raw) -> tuple[FamilySpec, ModelConfig]:
     except ConfigError:
         raise
     except KeyError as error:
-        raise ConfigError(f"the key {error.args[0]!r} is missing") from None
+        raise ConfigError(f"the key {error.args[0]!r:.80} is missing") from None
     except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise ConfigError(f"a value has the wrong type ({error})") from None
 

@@ -192,7 +192,7 @@ ACTIVATION_NAMES: dict[Activation, str] = {
 def activation(name: object) -> Activation:
     """Activation for the name in transformers. Raises ConfigError."""
     if not isinstance(name, str) or name not in _ACTIVATIONS:
-        raise ConfigError(f"activation {name!r} is not supported; supported: {', '.join(_ACTIVATIONS)}")
+        raise ConfigError(f"activation {name!r:.80} is not supported; supported: {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[name]
 
 
