@@ -67,6 +67,10 @@ def _code_llama(settings: TokenizerSettings) -> _Step:
     return _metaspace("never" if settings.add_prefix_space is False else "first")
 
 
+def _cohere(settings: TokenizerSettings) -> _Step:
+    return {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, _byte_level(settings)]}
+
+
 def _gemma(_settings: TokenizerSettings) -> _Step:
     return {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
 
@@ -74,10 +78,12 @@ def _gemma(_settings: TokenizerSettings) -> _Step:
 _NFC = {"type": "NFC"}
 _END = "<|endoftext|>"
 _LLAMA_NAMES = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+_GPT2 = _TokenizerClass(
+    pre_tokenizer=_byte_level, defaults=dict.fromkeys(("unk_token", "bos_token", "eos_token"), _END)
+)
 _CLASSES = {
-    "GPT2Tokenizer": _TokenizerClass(
-        pre_tokenizer=_byte_level, defaults=dict.fromkeys(("unk_token", "bos_token", "eos_token"), _END)
-    ),
+    "GPT2Tokenizer": _GPT2,
+    "CodeGenTokenizer": _GPT2,
     "GPTNeoXTokenizer": _TokenizerClass(
         normalizer=_NFC,
         pre_tokenizer=_byte_level,
@@ -89,6 +95,19 @@ _CLASSES = {
         pre_tokenizer=_qwen,
         defaults=dict.fromkeys(("unk_token", "eos_token", "pad_token"), _END),
         marks_specials_again=True,
+    ),
+    "CohereTokenizer": _TokenizerClass(
+        normalizer=_NFC,
+        pre_tokenizer=_cohere,
+        defaults={
+            "unk_token": "<UNK>",
+            "bos_token": "<BOS_TOKEN>",
+            "eos_token": "<|END_OF_TURN_TOKEN|>",
+            "pad_token": "<PAD>",
+            "cls_token": "<CLS>",
+            "sep_token": "<SEP>",
+            "mask_token": "<MASK_TOKEN>",
+        },
     ),
     "LlamaTokenizer": _TokenizerClass(pre_tokenizer=_llama, has_byte_fallback=True, defaults=_LLAMA_NAMES),
     "CodeLlamaTokenizer": _TokenizerClass(
@@ -113,19 +132,31 @@ _CLASSES = {
         },
     ),
 }
-_OF_MODEL_TYPE = {"gpt2": "GPT2Tokenizer", "gpt_neox": "GPTNeoXTokenizer", "qwen2": "Qwen2Tokenizer",
-                  "qwen3": "Qwen2Tokenizer", "mistral": ""}  # fmt: skip
-"""Class of a model_type; mistral has the generic one."""
+_MODEL_TYPES = {
+    "": "ernie4_5 glm glm4 gpt_bigcode granite granitemoehybrid ministral ministral3 mistral mistral3 nemotron olmo2 "
+    "olmo3 phi3 stablelm",
+    "CohereTokenizer": "cohere cohere2",
+    "GPT2Tokenizer": "gpt2 gpt_neo gptj opt phi starcoder2",
+    "GPTNeoXTokenizer": "gpt_neox olmo",
+    "GemmaTokenizer": "gemma gemma2 gemma3 gemma3_text",
+    "Qwen2Tokenizer": "qwen2 qwen3",
+}
+_OF_MODEL_TYPE = {model_type: name for name, types in _MODEL_TYPES.items() for model_type in types.split()}
 _UNSUPPORTED = frozenset(
     f"{name}Tokenizer"
     for name in (
-        *("Albert", "Barthez", "Bert", "BigBird", "Blenderbot", "Camembert", "CLIP", "Cohere", "Deberta", "DebertaV2"),
+        *("Albert", "Barthez", "Bert", "BigBird", "Blenderbot", "Camembert", "CLIP", "Deberta", "DebertaV2"),
         *("Electra", "Funnel", "Herbert", "LayoutLM", "MBart", "MBart50", "MPNet", "Nllb", "OpenAIGPT", "Pegasus"),
         *("Reformer", "RemBert", "Roberta", "SeamlessM4T", "Splinter", "T5", "Udop", "Whisper", "XGLM", "XLMRoberta"),
         "XLNet",
     )
 )
 """Classes of models that the service does not serve; each builds its own steps."""
+
+
+def class_of_model_type(model_type: str) -> str | None:
+    """The class for files without a tokenizer_class; empty: the generic one, whatever they say; None: it depends."""
+    return _OF_MODEL_TYPE.get(model_type)
 
 
 def with_settings(rust: RustTokenizer, settings: TokenizerSettings) -> RustTokenizer:
@@ -148,7 +179,7 @@ def with_settings(rust: RustTokenizer, settings: TokenizerSettings) -> RustToken
 
 def _class_of(rust: RustTokenizer, settings: TokenizerSettings) -> _TokenizerClass | None:
     """The class that AutoTokenizer chooses; None for the generic one. Raises ValueError."""
-    named, of_model = settings.class_name, _OF_MODEL_TYPE.get(settings.model_type)
+    named, of_model = settings.class_name, class_of_model_type(settings.model_type)
     is_bytewise = "ByteLevel" in str(rust.pre_tokenizer) + str(rust.decoder)
     if (
         (named == "LlamaTokenizer" and is_bytewise and settings.model_type != "qwen2")

@@ -12,7 +12,9 @@ import pytest
 from app.tokenization.tokenizer_trial import try_tokenizer
 from model.files import CheckpointError
 from model.tokenizer.tokenizer import Tokenizer, TokenizerError
+from model.tokenizer.tokenizer_classes import class_of_model_type
 from tests.support.lazy_modules import transformers
+from tests.support.model.hub_checkpoints import FAMILIES
 from tests.support.model.sample_tokenizers import KINDS, save
 
 TOKEN = {"content": "<|x|>", "lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
@@ -48,6 +50,28 @@ CLASSES: list[tuple[str, str | None]] = [
     ("qwen3", None),
 ]
 SENTENCEPIECE_CLASSES: list[tuple[str, str | None]] = [("llama", "CodeLlamaTokenizer"), ("llama", "GemmaTokenizer")]
+FAMILY_CLASSES: list[tuple[str, str | None]] = [
+    ("gemma3_text", None),
+    ("gemma2", "PreTrainedTokenizerFast"),
+    ("phi3", "LlamaTokenizer"),
+    ("phi", "CodeGenTokenizer"),
+    ("olmo", None),
+    ("olmo2", "GPT2Tokenizer"),
+    ("smollm3", "PreTrainedTokenizerFast"),
+    ("granite", "GPT2Tokenizer"),
+    ("granitemoehybrid", "GPTNeoXTokenizer"),
+    ("ernie4_5", "LlamaTokenizer"),
+    ("ministral3", "LlamaTokenizerFast"),
+    ("cohere", "CohereTokenizerFast"),
+    ("cohere2", None),
+    ("falcon", None),
+    ("falcon", "GPTNeoXTokenizer"),
+    ("opt", None),
+    ("starcoder2", "GPT2TokenizerFast"),
+    ("starcoder2", None),
+    ("nemotron", "GemmaTokenizer"),
+    ("stablelm", "TokenizersBackend"),
+]
 TEXTS = ["the fox", " the  fox", "a <|x|> b<|y|>c", "a<s>the</s> fox <|end|>x", "It's 1234 don't\n\n  Cafe\u0301", "",
          "a \u2581<PRE> a <|endoftext|>"]  # fmt: skip
 ROWS = 900
@@ -76,6 +100,27 @@ def test_ids_equal_those_of_the_auto_tokenizer(kind: str, setting: str, tmp_path
         folder = tmp_path / f"{model_type}-{name}"
         folder.mkdir()
         _check(_write(folder, kind, model_type, name, SETTINGS[setting]))
+
+
+@pytest.mark.parametrize(("model_type", "name"), FAMILY_CLASSES)
+def test_ids_of_a_family_equal_those_of_the_auto_tokenizer(model_type: str, name: str | None, tmp_path: Path) -> None:
+    bytewise = "Gemma" not in str(name) and "gemma" not in model_type
+    for kind, setting in product(
+        ["llama2", "gemma", *(["gpt2", "llama3"] if bytewise else [])], ["none", "ends", "space"]
+    ):
+        folder = tmp_path / f"{kind}-{setting}"
+        folder.mkdir()
+        _check(_write(folder, kind, model_type, name, SETTINGS[setting]))
+
+
+@pytest.mark.parametrize("model_type", sorted({*FAMILIES, *(model_type for model_type, _ in FAMILY_CLASSES)}))
+def test_each_family_has_the_tokenizer_class_of_transformers(model_type: str) -> None:
+    """A model_type without a class leaves the choice to tokenizer_class."""
+    names = transformers.models.auto.tokenization_auto.TOKENIZER_MAPPING_NAMES
+    theirs = names.get(model_type)
+    assert class_of_model_type(model_type) == (
+        "" if theirs in ("TokenizersBackend", "MistralCommonBackend") else theirs
+    )
 
 
 @pytest.mark.parametrize(
