@@ -78,12 +78,27 @@ def keeps_text(raw: dict[str, Any], vocabulary: Collection[str]) -> bool:
 
     That is, nothing is normalized away, dropped, stripped or fused into an unknown token.
     """
-    pre = _steps(raw["pre_tokenizer"])
-    cuts = ("ByteLevel", "Digits", "Metaspace")
-    cut_only = all(step["type"] in cuts or step.get("behavior") in _LOSSLESS_BEHAVIORS for step in pre)
-    adds_only = all(step["type"] == "Prepend" or _never_shrinks(step) for step in _steps(raw["normalizer"]))
     strips = any(token["lstrip"] or token["rstrip"] for token in raw["added_tokens"])
-    return cut_only and adds_only and not strips and _writes_everything(raw, vocabulary)
+    return not strips and not _composes(raw) and _loses_nothing(raw, vocabulary)
+
+
+def composes_text(raw: dict[str, Any], vocabulary: Collection[str]) -> bool:
+    """Whether tokens represent every character of a text once marks are composed with the letters before them (NFC)."""
+    return _composes(raw) and _loses_nothing(raw, vocabulary)
+
+
+def _composes(raw: dict[str, Any]) -> bool:
+    return any(step["type"] == "NFC" for step in _steps(raw["normalizer"]))
+
+
+def _loses_nothing(raw: dict[str, Any], vocabulary: Collection[str]) -> bool:
+    """Whether no step drops text, and there are tokens for all of it."""
+    cuts, adds = ("ByteLevel", "Digits", "Metaspace"), ("Prepend", "NFC")
+    cut_only = all(
+        step["type"] in cuts or step.get("behavior") in _LOSSLESS_BEHAVIORS for step in _steps(raw["pre_tokenizer"])
+    )
+    adds_only = all(step["type"] in adds or _never_shrinks(step) for step in _steps(raw["normalizer"]))
+    return cut_only and adds_only and _writes_everything(raw, vocabulary)
 
 
 def _writes_everything(raw: dict[str, Any], vocabulary: Collection[str]) -> bool:

@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from tokenizers import Encoding
@@ -115,6 +115,22 @@ def spans_of(encoding: Encoding) -> Spans:
         spans.starts.append(start if end else last)
         spans.ends.append(last)
     return spans
+
+
+def close_gaps(spans: Spans, length: int) -> None:
+    """Extends spans over the characters behind them that no token covers, of a text of `length` characters.
+
+    For tokenizers that compose characters: the library counts a letter and its marks as the letter alone.
+    """
+    starts, ends = spans.starts, spans.ends
+    for index, (end, following) in enumerate(zip(ends, chain(islice(starts, 1, None), [length]), strict=False)):
+        if end < following:
+            for sharing in range(index, -1, -1):
+                if ends[sharing] != end:
+                    break
+                if starts[sharing] == end:  # an added token, which stays empty
+                    starts[sharing] = following
+                ends[sharing] = following
 
 
 def encode_in_pieces(

@@ -32,10 +32,11 @@ from model.tokenizer.size_limits import (
     check_steps,
 )
 from model.tokenizer.text_parts import part_tokenizer
-from model.tokenizer.token_bytes import keeps_text, piece_format
+from model.tokenizer.token_bytes import composes_text, keeps_text, piece_format
 from model.tokenizer.token_spans import (
     CompactSpans,
     Spans,
+    close_gaps,
     encode_in_pieces,
     run_to_completion,
     spans_of,
@@ -170,6 +171,7 @@ class Tokenizer:
         rust.add_special_tokens([AddedToken(token, special=True) for token in named - added])
         self._rust = rust
         self._keeps_text = keeps_text(raw, vocabulary)
+        self._composes_text = composes_text(raw, vocabulary)
         self._max_token_length = max(map(len, vocabulary))
         names = (bos_token, eos_token, unknown_token(raw["model"]))
         bos, eos, unknown = (vocabulary.get(name) if name else None for name in names)
@@ -303,7 +305,7 @@ class Tokenizer:
         """encode_spans() as a generator that yields between the pieces of a long text."""
 
         def encode(part: str) -> Spans:
-            spans = spans_of(self._rust.encode_batch([part], add_special_tokens=add_special_tokens)[0])
+            spans = self._spans(self._rust, part, add_special_tokens=add_special_tokens)
             names_bos = add_special_tokens and self.adds_bos and spans.ids[:2].tolist() == [self.bos_id] * 2
             return spans.without_first() if names_bos else spans
 
@@ -315,7 +317,13 @@ class Tokenizer:
         No special token is added, or read in the text; is_first: whether the tokenizer's space may precede the text.
         """
         rust = self._first_part if is_first else self._later_part
-        return encode_in_pieces(lambda part: spans_of(rust.encode_batch([part])[0]), text)
+        return encode_in_pieces(lambda part: self._spans(rust, part), text)
+
+    def _spans(self, rust: RustTokenizer, text: str, *, add_special_tokens: bool = True) -> Spans:
+        spans = spans_of(rust.encode_batch([text], add_special_tokens=add_special_tokens)[0])
+        if self._composes_text:
+            close_gaps(spans, len(text))
+        return spans
 
     @cached_property
     def _first_part(self) -> RustTokenizer:
@@ -370,8 +378,8 @@ class Tokenizer:
         """The exact bytes of every token id; empty for special tokens and unused ids."""
         pieces = (self._rust.id_to_token(token) for token in range(self.vocab_size))
         table = [b"" if piece is None else self._format.bytes_of(piece) for piece in pieces]
-        for token, added in self._rust.get_added_tokens_decoder().items():
-            table[token] = self._format.bytes_of_added(added.content)
+        for token in self._rust.get_added_tokens_decoder():
+            table[token] = self._format.bytes_of_added(self.piece(token))  # with a space in front that it stands for
         for token in self.specials:
             table[token] = b""
         return table

@@ -16,7 +16,7 @@ from tokenizers import processors
 from model.tokenizer.token_spans import CompactSpans, Spans, encode_in_pieces, run_to_completion
 from model.tokenizer.tokenizer import Tokenizer
 from tests.support.lazy_modules import transformers
-from tests.support.model.sample_tokenizers import KINDS, SPACE, characters, gpt2, save
+from tests.support.model.sample_tokenizers import KINDS, SPACE, characters, gpt2, qwen, save
 from tests.support.model.tiny_models import TEXT
 
 # Without the space marker, which would become a space. "<" starts special tokens and byte pieces.
@@ -235,6 +235,22 @@ def test_added_tokens_have_no_offset() -> None:
     assert (spans.starts[0], spans.ends[0], spans.starts[-1], spans.ends[-1]) == (0, 0, 4, 4)
     empty = Tokenizer(rust).encode_spans("").flat()
     assert (empty.ids.tolist(), empty.ends.tolist()) == ([around[0][1], around[1][1]], [0, 0])
+
+
+def test_marks_that_are_composed_belong_to_the_token_of_their_letter() -> None:
+    rust = qwen()
+    rust.add_special_tokens(["<a>", "<z>"])
+    around = [(name, rust.token_to_id(name)) for name in ("<a>", "<z>")]
+    rust.post_processor = processors.TemplateProcessing(single="<a> $A <z>", special_tokens=around)
+    ours = Tokenizer(rust)
+
+    def places(text: str) -> list[tuple[bytes, int, int]]:
+        return [(ours.bytes_of[token], start, end) for token, start, end in ours.encode_spans(text)]
+
+    accented = [(b"", 0, 0), (b"x", 0, 1), ("\u00e9".encode(), 1, 3), (b"", 3, 3)]
+    assert places("xe\u0301") == accented
+    syllable = [("\uac01".encode()[i : i + 1], 0, 3) for i in range(3)]
+    assert places("\u1100\u1161\u11a8!") == [(b"", 0, 0), *syllable, (b"!", 3, 4), (b"", 4, 4)]
 
 
 @pytest.mark.parametrize("nested", [False, True])
