@@ -11,6 +11,7 @@ import contextlib
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -37,7 +38,10 @@ class RenderJob(Struct):
     required: tuple[str, ...] = ()
     """Variables that the template must use: without a place for them, they would be ignored."""
     mark: str = ""
-    """If given, the prompt ends where this text stands, which the last message's content ends with."""
+    """If given, the prompt ends where this text stands, which the last message's content ends with.
+
+    The space at its end shows whether the template trims the content.
+    """
 
 
 class RenderResult(Struct):
@@ -70,6 +74,7 @@ class ChatTemplate:
 
     def __init__(self, file: ChatTemplateFile, *, seconds: float = _SECONDS) -> None:
         self.path = file.path
+        self._tools_source = file.source if file.tools_source is None else file.tools_source
         self.source = file.source
         """The Jinja source, for clients that render prompts themselves."""
         self._names, self._seconds = file.names, seconds
@@ -87,11 +92,13 @@ class ChatTemplate:
         Compiles it in a process of its own, which ends afterwards. Where none can start, the result is empty, too: that
         is no problem of the template, and the first chat reports it.
         """
-        job = msgspec.json.encode(RenderJob(source=self.source, variables=None))
+        sources = dict.fromkeys((self.source, self._tools_source))
+        jobs = [msgspec.json.encode(RenderJob(source=source, variables=None)) for source in sources]
         try:
             with contextlib.closing(Sandbox(_WORKER, str(self._seconds))) as sandbox:
-                response = await asyncio.to_thread(sandbox.call, job, seconds=self._seconds, max_bytes=_MAX_ERROR_BYTES)
-            error = _decoder.decode(response).error
+                compile_ = partial(sandbox.call, seconds=self._seconds, max_bytes=_MAX_ERROR_BYTES)
+                results = [_decoder.decode(await asyncio.to_thread(compile_, job)) for job in jobs]
+            error = next((result.error for result in results if result.error), "")
         except SandboxError as failure:
             error = str(failure)
         except (EngineFailed, OSError):
@@ -117,7 +124,7 @@ class ChatTemplate:
         messages = [
             {name: value for name, value in message.items() if value is not None} for message in inputs.messages
         ]
-        mark = secrets.token_hex(16) if inputs.continues_final_message else ""
+        mark = f"{secrets.token_hex(16)} " if inputs.continues_final_message else ""
         if mark:
             messages[-1]["content"] += mark
         variables = {
@@ -130,7 +137,8 @@ class ChatTemplate:
         }
         own = {name: value for name, value in inputs.variables.items() if value is not False}
         required = (*(name for name in ("tools", "documents") if variables[name]), *own)
-        job = RenderJob(source=self.source, variables=variables, required=required, mark=mark)
+        source = self._tools_source if inputs.tools else self.source
+        job = RenderJob(source=source, variables=variables, required=required, mark=mark)
         try:
             return msgspec.json.encode(job)
         except (ValueError, RecursionError):

@@ -11,6 +11,7 @@ import functools
 import json
 import re
 import sys
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import msgspec
@@ -46,20 +47,37 @@ def render(chat: RenderJob) -> RenderResult:
     if chat.required and (unused := [name for name in chat.required if name not in _variables_of(chat.source)]):
         field = unused[0] if unused[0] in _FIELDS else "chat_template_kwargs"
         return RenderResult(error=f"has no place for {unused[0]}: leave it out", param=field)
+    messages = chat.variables["messages"]
     try:
-        parse_arguments(chat.variables["messages"])
+        parse_arguments(messages)
     except ValueError as error:
         return RenderResult(error=f"needs other messages: {error}")
+    chat.variables["messages"] = list(map(_with_reasoning, messages))
     rendered = _rendered(template, chat.variables)
-    if chat.mark and not rendered.error:
-        end = rendered.text.rfind(chat.mark)
-        if end < 0:
-            return RenderResult(
-                error="does not write the text of the last message as it is, so nothing can continue it",
-                param="continue_final_message",
-            )
-        rendered.text = rendered.text[:end]
-    return rendered
+    return _until_mark(rendered, chat) if chat.mark and not rendered.error else rendered
+
+
+def _until_mark(rendered: RenderResult, chat: RenderJob) -> RenderResult:
+    """The text up to the mark; without the white space before it, if the template trims the message."""
+    assert chat.variables
+    content = chat.variables["messages"][-1]["content"].removesuffix(chat.mark)
+    text, mark, problem = rendered.text, chat.mark.rstrip(), ""
+    end = text.rfind(mark)
+    if end < 0 or content.strip() not in text or "content" not in chat.source:
+        problem = "does not write the text of the last message as it is, so nothing can continue it"
+    elif mark in text[:end].lower():
+        problem = "writes the text of the last message more than once, so nothing can continue it"
+    if problem:
+        return RenderResult(error=problem, param="continue_final_message")
+    return RenderResult(text=text[:end] if text.startswith(chat.mark, end) else text[:end].rstrip())
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with its reasoning under the names that templates read, as in transformers."""
+    named = (message[name] for name in ("reasoning_content", "thinking", "reasoning") if message.get(name) is not None)
+    if (reasoning := next(named, None)) is None:
+        return message
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def parse_arguments(messages: list[dict[str, Any]]) -> None:
@@ -141,6 +159,9 @@ class _Dict:
     def __call__(self, *pairs: Any, **entries: Any) -> dict[Any, Any]:
         return dict(*pairs, **entries)
 
+    def fromkeys(self, keys: Iterable[Any], value: Any = None) -> dict[Any, Any]:
+        return dict.fromkeys(keys, value)
+
 
 class _Namespace(Namespace):
     """namespace() for templates, without Python's special names."""
@@ -157,12 +178,12 @@ class _Namespace(Namespace):
         super().__setitem__(name, value)
 
 
-@functools.lru_cache(maxsize=1)
+@functools.lru_cache(maxsize=2)  # a model may have another template for requests with tools
 def _compiled(source: str) -> Template:
     return _environment().from_string(source)
 
 
-@functools.lru_cache(maxsize=1)
+@functools.lru_cache(maxsize=2)
 def _variables_of(source: str) -> frozenset[str]:
     """The variables that a template reads."""
     return frozenset(meta.find_undeclared_variables(_environment().parse(source)))

@@ -24,38 +24,45 @@ class ChatTemplateFile:
     path: File
     """The file that holds it."""
     source: str
+    tools_source: str | None = None
+    """The template for requests with tools, if it is another one."""
     names: dict[str, str]
     """Special tokens that the template may use: "bos_token", ... -> text."""
 
 
 class _TemplateField(Struct):
-    chat_template: str | list[Any] | None = None
-    """A list has named templates; only the one named "default" is read."""
+    chat_template: str | list[Any] | dict[str, Any] | None = None
+    """A list or an object has named templates; those named "default" and "tool_use" are read, as in transformers."""
 
 
 def read_chat_template(directory: Directory) -> ChatTemplateFile | None:
     """The chat template of the weights, or None. Raises CheckpointError if it cannot be read."""
     path: File = directory / "chat_template.jinja"
-    source = None
+    source = tools_source = None
     try:
         if entry_exists(path):
             source = read_bytes(path, _MAX_TEMPLATE_BYTES).decode()
         for name in ("chat_template.json", "tokenizer_config.json"):
             if source is None:
                 path = directory / name
-                source = _template_field(path)
-                (source or "").encode()
+                source, tools_source = _template_field(path)
+                f"{source}{tools_source}".encode()
     except UnicodeError:
         raise CheckpointError(f"{path}: is not UTF-8") from None
-    return None if source is None else ChatTemplateFile(path=path, source=source, names=read_names(directory))
+    if source is None:
+        return None
+    return ChatTemplateFile(path=path, source=source, tools_source=tools_source, names=read_names(directory))
 
 
-def _template_field(path: File) -> str | None:
+def _template_field(path: File) -> tuple[str | None, str | None]:
+    """The template, and another one for requests with tools, if there is one."""
     value = read_struct(path, _TemplateField, optional=True).chat_template
-    if not isinstance(value, list):
-        return value
-    named = (each for each in value if isinstance(each, dict) and each.get("name") == "default")
-    source = next(named, {}).get("template")
-    if source is None or isinstance(source, str):
-        return source
-    raise CheckpointError(f"{path}: the chat template named default is no text")
+    if value is None or isinstance(value, str):
+        return value, None
+    if isinstance(value, list):
+        items = [each for each in value if isinstance(each, dict) and isinstance(each.get("name"), str)]
+        value = {each["name"]: each.get("template") for each in items}
+    for name in ("default", "tool_use"):
+        if not isinstance(value.get(name), str | None):
+            raise CheckpointError(f"{path}: the chat template named {name} is no text")
+    return value.get("default"), value.get("tool_use")

@@ -42,7 +42,7 @@ from model.tokenizer.token_spans import (
     spans_of,
     untrimmed_processor,
 )
-from model.tokenizer.tokenizer_classes import with_settings
+from model.tokenizer.tokenizer_classes import TokenizerFacts, names_with_defaults, with_settings
 from model.tokenizer.tokenizer_settings import TokenizerSettings, read_settings
 from model.weights_version import Directory, File
 
@@ -98,12 +98,34 @@ def read_tokenizer_json(path: File) -> str:
     return text
 
 
-def read_names(directory: Directory) -> dict[str, str]:
-    """Special tokens ("bos_token", ... -> text) of the files next to a tokenizer.json. Raises CheckpointError.
+class _RawModel(msgspec.Struct):
+    merges: msgspec.Raw = msgspec.Raw()
+    """Only BPE has them."""
 
-    The files may be absent; roles without a token are omitted.
+
+class _RawFile(msgspec.Struct):
+    model: _RawModel
+    pre_tokenizer: msgspec.Raw = msgspec.Raw()
+    decoder: msgspec.Raw = msgspec.Raw()
+
+
+def read_names(directory: Directory) -> dict[str, str]:
+    """Special tokens ("bos_token", ... -> text) that transformers gives a chat template. Raises CheckpointError.
+
+    Those of the files next to a tokenizer.json, which may be absent, and of the class that they choose. Roles without a
+    token are omitted.
     """
-    return read_settings(directory).names
+    settings = read_settings(directory)
+
+    def facts() -> TokenizerFacts:
+        file = msgspec.json.decode(read_bytes(directory / "tokenizer.json", MAX_BYTES), type=_RawFile)
+        steps = bytes(file.pre_tokenizer) + bytes(file.decoder)
+        return TokenizerFacts(is_bpe=bool(bytes(file.model.merges)), is_bytewise=b"ByteLevel" in steps)
+
+    try:
+        return names_with_defaults(settings, facts)
+    except ValueError:  # of a tokenizer that does not load, which its own error says
+        return settings.names
 
 
 _PROBE = "a \ue000 \U0010ffff"

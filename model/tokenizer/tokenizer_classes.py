@@ -37,8 +37,8 @@ class _TokenizerClass:
     """Default unk_token of the model; None if the model has none."""
     defaults: dict[str, str] = field(default_factory=dict)
     """Special tokens by role, if the settings do not name them."""
-    others: tuple[str, ...] = ()
-    """Special tokens with a role of the class."""
+    others: dict[str, str] = field(default_factory=dict)
+    """Special tokens with a role of the class alone."""
     adds_only: tuple[str, ...] | None = None
     """Roles of the tokens that come before every text, instead of what the post_processor says."""
     marks_specials_again: bool = False
@@ -115,7 +115,13 @@ _CLASSES = {
         has_byte_fallback=True,
         unknown="<unk>",
         defaults=_LLAMA_NAMES,
-        others=(*(f"{_SPACE}<{name}>" for name in ("PRE", "MID", "SUF", "EOT")), "<FILL_ME>"),
+        others={
+            "prefix_token": f"{_SPACE}<PRE>",
+            "middle_token": f"{_SPACE}<MID>",
+            "suffix_token": f"{_SPACE}<SUF>",
+            "eot_token": f"{_SPACE}<EOT>",
+            "fill_token": "<FILL_ME>",
+        },
         adds_only=("bos_token",),
     ),
     "GemmaTokenizer": _TokenizerClass(
@@ -167,7 +173,8 @@ def with_settings(rust: RustTokenizer, settings: TokenizerSettings) -> RustToken
             "writes the corrected steps to tokenizer.json, then remove the setting"
         )
     own = rust.get_added_tokens_decoder()
-    chosen = _class_of(rust, settings)
+    is_bytewise = "ByteLevel" in str(rust.pre_tokenizer) + str(rust.decoder)
+    chosen = _class_of(TokenizerFacts(is_bpe=isinstance(rust.model, models.BPE), is_bytewise=is_bytewise), settings)
     if chosen is not None:
         rust = _rebuilt(rust, chosen, settings)
     _add_tokens(rust, own, settings, chosen)
@@ -177,12 +184,32 @@ def with_settings(rust: RustTokenizer, settings: TokenizerSettings) -> RustToken
     return rust
 
 
-def _class_of(rust: RustTokenizer, settings: TokenizerSettings) -> _TokenizerClass | None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerFacts:
+    """What the choice of the class takes from tokenizer.json."""
+
+    is_bpe: bool
+    is_bytewise: bool
+
+
+def names_with_defaults(settings: TokenizerSettings, facts: Callable[[], TokenizerFacts]) -> dict[str, str]:
+    """Role -> text of its token, with the tokens of the class. `facts` is called only if the class may add some.
+
+    Raises ValueError.
+    """
+    candidates = map(_CLASSES.get, (class_of_model_type(settings.model_type) or "", settings.class_name))
+    if not any(each.others or each.defaults.keys() - settings.roles.keys() for each in candidates if each):
+        return settings.names
+    chosen = _class_of(facts(), settings)
+    own = chosen.defaults | chosen.others if chosen else {}
+    return {role: name for role, name in own.items() if role not in settings.roles} | settings.names
+
+
+def _class_of(facts: TokenizerFacts, settings: TokenizerSettings) -> _TokenizerClass | None:
     """The class that AutoTokenizer chooses; None for the generic one. Raises ValueError."""
     named, of_model = settings.class_name, class_of_model_type(settings.model_type)
-    is_bytewise = "ByteLevel" in str(rust.pre_tokenizer) + str(rust.decoder)
     if (
-        (named == "LlamaTokenizer" and is_bytewise and settings.model_type != "qwen2")
+        (named == "LlamaTokenizer" and facts.is_bytewise and settings.model_type != "qwen2")
         or of_model == ""
         or (not named and of_model is None)
     ):
@@ -190,8 +217,7 @@ def _class_of(rust: RustTokenizer, settings: TokenizerSettings) -> _TokenizerCla
     name = of_model if not named or settings.model_type == "qwen2" else named
     assert name is not None
     chosen = _CLASSES.get(name)
-    is_bpe = isinstance(rust.model, models.BPE)
-    if chosen is not None and is_bpe:
+    if chosen is not None and facts.is_bpe:
         return chosen
     # A model_type alone says little of a tokenizer that its family never had, such as one of words.
     if named and (chosen is not None or name in _UNSUPPORTED) and name == named:
@@ -249,8 +275,8 @@ def _specials(settings: TokenizerSettings, chosen: _TokenizerClass | None) -> li
     defaults = {} if chosen is None else chosen.defaults
     implied = {role: TokenSettings(content=name) for role, name in defaults.items() if role not in settings.roles}
     roles = (implied.get(role) or settings.roles.get(role) for role in ROLES)
-    own = [TokenSettings(content=name) for name in (() if chosen is None else chosen.others)]
-    return [token for token in (*roles, *own, *settings.others, *settings.extras) if token is not None]
+    own = [TokenSettings(content=name) for name in ({} if chosen is None else chosen.others).values()]
+    return [token for token in (*roles, *own, *settings.others.values(), *settings.extras) if token is not None]
 
 
 def _added_token(token: TokenSettings, *, special: bool | None = None) -> AddedToken:

@@ -39,7 +39,7 @@ class TokenizerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     roles: dict[str, TokenSettings | None] = {}
     """bos_token, eos_token, ... in the order of the files; None for null."""
-    others: list[TokenSettings] = []
+    others: dict[str, TokenSettings] = {}
     """Special tokens with a role of the model's own."""
     extras: list[TokenSettings] = []
     """Special tokens without a role."""
@@ -60,7 +60,9 @@ class TokenizerSettings(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def names(self) -> dict[str, str]:
         """Role -> text of its token."""
-        return {role: token.content for role in ROLES if (token := self.roles.get(role))}
+        return {role: token.content for role in ROLES if (token := self.roles.get(role))} | {
+            role: token.content for role, token in self.others.items()
+        }
 
 
 def read_settings(directory: Directory) -> TokenizerSettings:
@@ -75,10 +77,9 @@ def read_settings(directory: Directory) -> TokenizerSettings:
     merged = {**names, **config} if added is not None else {**config, **names}
     extras = merged.get("extra_special_tokens") or merged.get("additional_special_tokens") or []
     roles = {role: _role(path, role, merged[role]) for role in merged if role in ROLES}
-    others = [
-        *(_token(path, name, value) for name, value in merged.items() if _is_own_role(name, value)),
-        *(_token(path, name, value) for name, value in (extras.items() if isinstance(extras, dict) else ())),
-    ]
+    own_roles = {name: value for name, value in merged.items() if _is_own_role(name, value)}
+    own_roles |= extras if isinstance(extras, dict) else {}
+    others = {name: _token(path, name, value) for name, value in own_roles.items()}
     listed = [] if isinstance(extras, dict) else _list(path, extras)
     # transformers reads additional_special_tokens of special_tokens_map.json after added_tokens.json.
     early = config.get("additional_special_tokens") or merged.get("extra_special_tokens") or []

@@ -120,7 +120,9 @@ def test_a_false_variable_without_a_place_asks_for_nothing() -> None:
 def test_the_prompt_ends_with_the_message_that_is_continued(content: str) -> None:
     messages = [USER, {"role": "assistant", "content": content}]
     rendered = _rendered(CHATML, messages=messages, adds_generation_prompt=False, continues_final_message=True)
-    assert rendered == f"<user>hi</user><assistant>{content.lstrip()}"
+    assert rendered == f"<user>hi</user><assistant>{content.strip()}"
+    plain = _rendered(CHATML.replace(" | trim", ""), messages=messages, continues_final_message=True)
+    assert plain == f"<user>hi</user><assistant>{content}"
 
 
 def test_template_that_changes_the_last_message_cannot_continue_it() -> None:

@@ -230,7 +230,7 @@ class Message(RequestBody):
     def for_template(self) -> dict[str, Any]:
         """The message as chat templates expect it: the content as one string."""
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or [])
-        return {**(self.model_extra or {}), "role": self.role, "content": content, "name": self.name}
+        return {"role": self.role, "content": content, "name": self.name, **(self.model_extra or {})}
 
 
 _MAX_TOOLS = 128

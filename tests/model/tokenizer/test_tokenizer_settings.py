@@ -11,7 +11,7 @@ import pytest
 
 from app.tokenization.tokenizer_trial import try_tokenizer
 from model.files import CheckpointError
-from model.tokenizer.tokenizer import Tokenizer, TokenizerError
+from model.tokenizer.tokenizer import Tokenizer, TokenizerError, read_names
 from model.tokenizer.tokenizer_classes import class_of_model_type
 from tests.support.lazy_modules import transformers
 from tests.support.model.hub_checkpoints import FAMILIES
@@ -89,6 +89,7 @@ def _check(folder: Path) -> None:
     for text in TEXTS:
         assert ours.encode(text) == oracle(text).input_ids, text
     assert len(oracle) <= ROWS
+    assert read_names(folder) == oracle.special_tokens_map
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
