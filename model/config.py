@@ -100,6 +100,10 @@ class Rope:
             f"the kind is longrope, not {len(self.short_factors)} and {len(self.long_factors)}",
         )
 
+    def is_long(self, context: int) -> bool:
+        """Whether long_factors are used at this context, which decides for sequences of any length."""
+        return self.kind == "longrope" and context > self.original_context
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueryScale:

@@ -71,7 +71,7 @@ def _scaled(frequencies_F: Floats, rope: Rope, context: int) -> Floats:
             mixed_F: Floats = stretched_F * (1 - kept_F) + frequencies_F * kept_F
             return mixed_F
         case "longrope":
-            factors = rope.long_factors if context > rope.original_context else rope.short_factors
+            factors = rope.long_factors if rope.is_long(context) else rope.short_factors
             scaled_F: Floats = frequencies_F / np.array(factors)
             return scaled_F
     return frequencies_F

@@ -149,5 +149,5 @@ def full_numerics(backend: str, cache_shape: CacheShape, config: WorkerConfig, *
 
 def _long_rotation(cache_shape: CacheShape) -> list[str]:
     """Which factors a longrope takes: the served context decides, so that no token's bits depend on later ones."""
-    originals = {rope.original_context for rope in cache_shape.shape.ropes if rope.kind == "longrope"}
-    return ["long" if cache_shape.context > original else "short" for original in sorted(originals)]
+    ropes = {rope.original_context: rope for rope in cache_shape.shape.ropes if rope.kind == "longrope"}
+    return ["long" if rope.is_long(cache_shape.context) else "short" for _, rope in sorted(ropes.items())]

@@ -73,7 +73,7 @@ def build_engine(
             config.kernels, placement.dtype, placement.device, weights.config, libraries, announce
         )
         cache_shape = _cache_shape(config, weights.config, placement, selected)
-        model_context, weights = weights.config.context, _served(weights, cache_shape.context)
+        model, weights = weights.config, _served(weights, cache_shape.context)
         backend: Backend
         if selected.library:
             backend = CppBackend(selected, weights, cache_shape, config, hashes, store)
@@ -102,10 +102,10 @@ def build_engine(
         announce(PROVING)
         if config.deterministic:
             announce(check_batch_invariance(make_engine, limits, weights.config, context=cache_shape.context))
-        announce(_check_weights(engine, config, directory, weights, cache_shape))
+        announce(_check_weights(engine, config, directory, weights, model, cache_shape))
     pool, waits = engine.scheduler.pool, selected.waits_for_build
     ready = _ready(
-        weights, cache_shape, placement, pool, backend, defaults=defaults, waits=waits, model_context=model_context
+        weights, cache_shape, placement, pool, backend, defaults=defaults, waits=waits, model_context=model.context
     )
     return BuiltEngine(engine, grammars, ready)
 
@@ -168,16 +168,21 @@ def _limits(config: WorkerConfig, placement: Placement) -> StepLimits:
 
 
 def _check_weights(
-    engine: Engine, config: WorkerConfig, directory: Directory, weights: StoredWeights, cache_shape: CacheShape
+    engine: Engine,
+    config: WorkerConfig,
+    directory: Directory,
+    weights: StoredWeights,
+    model: ModelConfig,
+    cache_shape: CacheShape,
 ) -> str:
     """Checks manifest, finite logits and golden answers; returns the result for the log. Raises ValueError."""
-    shape, context = weights.config, cache_shape.context
+    context = cache_shape.context
     number_format = weight_format(cache_shape.dtype, config.quantize).kind
     is_whole = check_manifest(directory, weights.hashes)
     check_finite_logits(
-        engine, directory, shape, context=context, number_format=number_format, start_id=weights.start_id
+        engine, directory, model, context=context, number_format=number_format, start_id=weights.start_id
     )
-    golden = check_golden(engine, directory, shape, context=context, number_format=number_format)
+    golden = check_golden(engine, directory, model, context=context, number_format=number_format)
     return f"{golden}, {MANIFEST_FILE} passed" if is_whole else golden
 
 

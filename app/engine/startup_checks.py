@@ -94,11 +94,13 @@ def check_finite_logits(
 def check_golden(engine: Engine, directory: Directory, config: ModelConfig, *, context: int, number_format: str) -> str:
     """Compares the engine with golden.json and returns the result for the log. Raises CheckpointError if they differ.
 
-    Takes the arguments of check_finite_logits().
+    Takes the arguments of check_finite_logits(); `config` has the whole context of the model.
     """
     golden = read_golden(directory, config)
     if golden is None:
         return f"no {GOLDEN_FILE}, which is optional"
+    if any(rope.is_long(context) != rope.is_long(config.context) for rope in config.ropes):
+        return f"{GOLDEN_FILE} has the long_factors of the model's whole context"
     prompt = golden.prompt[:context]
     # An encoder needs the whole prompt for the first token already.
     if len(prompt) < 2 or (config.n_encoder_layers and prompt != golden.prompt):

@@ -30,10 +30,10 @@ from app.engine.worker_loop import EngineStartError
 from model.checkpoint.golden import GOLDEN_FILE
 from model.checkpoint.golden_export import golden_file
 from model.checkpoint.manifest import MANIFEST_FILE, manifest_file
-from model.config import ModelConfig
-from model.files import CheckpointError
+from model.config import ModelConfig, Rope
+from model.files import CheckpointError, write_files
 from tests.support.model.bad_weights import bad_weights, good_weights
-from tests.support.model.tiny_models import CPU_QUANTIZE, tiny_config, tiny_decoder, tiny_engine
+from tests.support.model.tiny_models import CPU_QUANTIZE, tiny_config, tiny_decoder, tiny_engine, tiny_files
 
 PROMPT = [random.Random(3).randrange(1, 320) for _ in range(40)]
 NUMBERS = ["float32", "bfloat16", *CPU_QUANTIZE[1:]]
@@ -83,6 +83,20 @@ def test_different_model_is_detected_in_every_number_format(directory: Path, num
     (directory / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 5.0}))
     with pytest.raises(EngineStartError, match=r"golden\.json: the log-probabilities differ by (up to|a mean of) \d"):
         build_engine(_config(directory, number))
+
+
+def test_golden_longer_than_the_served_context_is_compared_as_far_as_that(directory: Path) -> None:
+    config = msgspec.structs.replace(_config(directory, "float32"), max_context=len(PROMPT) // 2)
+    assert _announced(config)[-1].startswith(f"{GOLDEN_FILE} passed")
+
+
+@pytest.mark.parametrize(("context", "result"), [(0, "passed"), (65, "passed"), (64, "has the long_factors")])
+def test_golden_is_not_compared_with_the_other_factors_of_a_longrope(tmp_path: Path, context: int, result: str) -> None:
+    factors = {"short_factors": (1.0,) * 8, "long_factors": tuple(2.0 + pair for pair in range(8))}
+    shape = tiny_config(rope=Rope(kind="longrope", original_context=64, **factors))
+    write_files(tmp_path, tiny_files(tiny_decoder(shape), PROMPT))
+    config = msgspec.structs.replace(_config(tmp_path, "float32"), max_context=context)
+    assert _announced(config)[-1].startswith(f"{GOLDEN_FILE} {result}")
 
 
 def test_incomplete_set_of_files_is_refused(directory: Path, weights: Path) -> None:
