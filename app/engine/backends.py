@@ -21,7 +21,6 @@ from app.engine.guided.grammar_tracker import GrammarTracker
 from app.engine.memory.memory_plan import BlockBudget, CacheShape, blocks_on_cpu
 from model.checkpoint.stored_weights import StoredWeights
 from model.machine import describe_cpu, has_native_bfloat16, may_have_gpu
-from model.number_formats import ITEM_BYTES
 from model.weight_formats import needs_gpu, weight_format
 
 Announce = Callable[[str], None]
@@ -102,7 +101,8 @@ class CppBackend:
     def plan_memory(self, config: WorkerConfig, announce: Announce) -> BlockBudget:
         """See Backend.plan_memory."""
         del announce
-        n_bytes, engines = self._weights.n_params * ITEM_BYTES[self._cache_shape.dtype], 1 + config.concurrent_loaders
+        n_bytes = weight_format(self._cache_shape.dtype, config.quantize).n_bytes(self._weights.n_params)
+        engines = 1 + config.concurrent_loaders
         return blocks_on_cpu(
             self._cache_shape,
             n_bytes,

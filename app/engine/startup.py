@@ -198,7 +198,8 @@ def _cache_shape(
     )
     if config.max_context:
         return cache_shape
-    weights = weight_format(placement.dtype, config.quantize).n_bytes(count_parameters(shape))
+    is_packed = selected.library or placement.device != "cpu"  # torch has rounded numbers on a CPU
+    weights = weight_format(placement.dtype, config.quantize if is_packed else "none").n_bytes(count_parameters(shape))
     if placement.device == "cpu":
         free = free_memory() - config.reserved_bytes
         share = cache_share_on_cpu(free, weights, 1 + config.concurrent_loaders)

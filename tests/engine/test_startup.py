@@ -142,6 +142,22 @@ def test_context_that_does_not_fit_becomes_shorter_unless_it_was_asked_for(
         build_engine(replace(config, max_context=whole.context))
 
 
+@pytest.mark.parametrize("quantize", CPU_QUANTIZE)
+def test_memory_plan_has_room_for_the_default_context(
+    quantize: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, native_library: Path
+) -> None:
+    directory = tiny_weights(tmp_path / "long", context=20_000)
+    config = replace(
+        _config(tmp_path, kernels="native", library=str(native_library), quantize=quantize), weights=str(directory)
+    )
+    shape = load_config(directory)
+    for tokens in range(1000, 8000, 1000):
+        free = count_parameters(shape) * 4 + 2 * shape.kv_elements_per_token * 4 * tokens
+        for module in (memory_plan, startup):
+            monkeypatch.setattr(module, "free_memory", lambda free=free: free)
+        assert build_engine(config).ready.context >= tokens // 2
+
+
 def test_tables_of_positions_are_for_the_served_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, made = _config(tmp_path, max_context=32), []
     monkeypatch.setattr(
