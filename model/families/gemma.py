@@ -46,8 +46,9 @@ def _embedding_scale(raw: Raw, width: int) -> float:
 
 def _read_gemma(raw: Raw) -> ModelConfig:
     """Early files name gelu where the model has the approximation."""
-    activation(raw.get("hidden_act", "gelu_pytorch_tanh"))
-    return _read(raw, 16, activation="gelu_tanh", layer_kinds=(LayerKind(rope=read_rope(raw)),))
+    act = activation(raw.get("hidden_act", "gelu_pytorch_tanh"))
+    act = "gelu_tanh" if act == "gelu" else act
+    return _read(raw, 16, activation=act, layer_kinds=(LayerKind(rope=read_rope(raw)),))
 
 
 def _read_sandwich(raw: Raw, layers: Any, **dialect: Any) -> ModelConfig:

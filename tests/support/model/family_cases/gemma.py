@@ -30,7 +30,7 @@ FAMILIES = (
             "c": {**heads(3, 3, 24), "rms_norm_eps": 1e-3},
         },
         variants=({"hidden_act": "gelu"}, {"head_dim": 20, "rope_theta": 5e3}, {"torch_dtype": "bfloat16"}),
-        switches=(("c", {"rms_norm_eps": 1e-6}), ("b", {"dtype": "bfloat16"})),
+        switches=(("c", {"rms_norm_eps": 1e-6}), ("b", {"dtype": "bfloat16"}), ("a", {"hidden_act": "silu"})),
         refused=(
             ({"attention_bias": True}, "attention_bias True"),
             ({"use_bidirectional_attention": True}, "only None or"),
