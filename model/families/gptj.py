@@ -1,4 +1,4 @@
-"""gptj: a parallel residual with one norm, and heads whose neighboring numbers are rotated together."""
+"""gptj: a parallel residual with one norm, and rotations of neighboring numbers of a head."""
 
 from __future__ import annotations
 

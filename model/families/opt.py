@@ -1,4 +1,4 @@
-"""opt: learned positions, whose table begins with two rows that are not used. Not opt-350m, which has other norms."""
+"""opt: learned positions, with a table that begins with two unused rows. Not opt-350m, which has other norms."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ class FamilySpec:
     ignored: re.Pattern[str] = re.compile(r"(?!)")
     """Names of redundant buffers that older exporters stored."""
     wrapper: Wrapper | None = None
-    """The model of several media whose text decoder this is."""
+    """The model of several media that has this text decoder."""
 
     def mappings(self, config: ModelConfig) -> list[TensorMapping]:
         """Each tensor of the Decoder, in the order of the computation."""
@@ -230,7 +230,7 @@ def read_windows(raw: Raw, n_layers: str, window: object, default: Callable[[int
 def periodic_windows(raw: Raw, *keys: str, default: int) -> Callable[[int], bool]:
     """For read_windows(): whether a layer has a window, if every layer of a period has one except its last.
 
-    keys: names of the period, of which the first that is present counts. Raises ConfigError.
+    keys: names of the period; the first one that is present counts. Raises ConfigError.
     """
     key = next((key for key in keys if key in raw), keys[0])
     period = raw.get(key, default)

@@ -56,7 +56,7 @@ _XIELU_BETA = 0.5
 
 
 def activate(name: Activation, x_TF: Tensor, parameters: Tensor | None = None) -> Tensor:
-    """The activation of this name. parameters: those of ACTIVATION_PARAMETERS in model/decoder_program.py."""
+    """The activation of this name. parameters: see ACTIVATION_PARAMETERS in model/decoder_program.py."""
     return ACTIVATIONS[name](x_TF) if parameters is None else xielu(x_TF, activation_parameters(parameters))
 
 
