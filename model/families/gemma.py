@@ -38,9 +38,12 @@ def _read(raw: Raw, default_kv_heads: int = 4, **dialect: Any) -> ModelConfig:
 def _embedding_scale(raw: Raw, width: int) -> float:
     """sqrt(width), rounded to the number format that the model was trained in."""
     scale = width**0.5
-    if (raw.get("dtype") or raw.get("torch_dtype")) == "bfloat16":
-        (bits,) = struct.unpack("<I", struct.pack("<f", scale))
-        (scale,) = struct.unpack("<f", struct.pack("<I", bits + 0x7FFF + (bits >> 16 & 1) & 0xFFFF0000))
+    match raw.get("dtype") or raw.get("torch_dtype"):
+        case "bfloat16":
+            (bits,) = struct.unpack("<I", struct.pack("<f", scale))
+            (scale,) = struct.unpack("<f", struct.pack("<I", bits + 0x7FFF + (bits >> 16 & 1) & 0xFFFF0000))
+        case "float16":
+            (scale,) = struct.unpack("<e", struct.pack("<e", scale))
     return float(scale)
 
 

@@ -289,14 +289,14 @@ class Decoder(nn.Module):
     def initialize(self, seed: int) -> Decoder:
         """Initializes every parameter for training from scratch: normal 0.02, residual outputs and biases 0, norms 1.
 
-        Without norms, the deviation is width^-0.5, so that matrices preserve the scale of their input.
+        Without norms, the deviation is width^-0.5, so that matrices preserve the scale of their input. Before norms of
+        outputs, which would raise any small output to the scale of 1, residual outputs are normal, too.
         """
         generator = torch.Generator().manual_seed(seed)
         deviation = self.config.width**-0.5 if self.config.norm == "none" else 0.02
+        zeros = ("bias",) if self.config.has_norm_of_output else ("bias", "out.weight", "down.weight")
         for name, parameter in self.named_parameters():
-            if name.endswith(("bias", "out.weight", "down.weight")) or (
-                self.config.norm_offset and parameter.ndim == 1
-            ):
+            if name.endswith(zeros) or (self.config.norm_offset and parameter.ndim == 1):
                 parameter.zero_()
             elif parameter.ndim == 1:
                 parameter.fill_(1.0)

@@ -160,8 +160,10 @@ class CacheShape:
         whole = cache_bytes - self.reserved_bytes >= self.needed_blocks * self.block_bytes
         if whole or self.shape.n_encoder_layers or affordable < _LEAST_CONTEXT:
             return self
-        shorter = affordable // _CONTEXT_UNIT * _CONTEXT_UNIT or affordable
-        return replace(self, context=min(self.context, shorter))
+        shorter = min(self.context, affordable // _CONTEXT_UNIT * _CONTEXT_UNIT or affordable)
+        if any(rope.is_long(shorter) != rope.is_long(self.context) for rope in self.shape.ropes):
+            return self  # other bits, on a machine with less memory: only --max-context asks for them
+        return replace(self, context=shorter)
 
     def cache_bytes(self, blocks: int) -> int:
         """Bytes of a cache with `blocks` blocks in each group, including the reserved ones and the encoder cache."""

@@ -21,7 +21,7 @@ from app.engine.memory.memory_plan import (
     step_peak,
 )
 from app.engine.scheduling.scheduler import StepLimits
-from model.config import LayerKind
+from model.config import LayerKind, Rope
 from tests.support.model.tiny_models import tiny_config
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
@@ -262,3 +262,12 @@ def test_default_context_is_the_longest_whose_cache_fits() -> None:
     assert long.fitting(long.cache_bytes(10)).context == 9 * long.block_size, "less than 1,024 tokens: whole blocks"
     for share in (0, long.block_bytes, long.cache_bytes(8)):
         assert long.fitting(share) is long, "less than 512 tokens: refused later, with numbers"
+
+
+def test_default_context_does_not_change_the_factors_of_a_longrope() -> None:
+    factors = {"short_factors": (1.0,) * 32, "long_factors": (2.0,) * 32}
+    rope = Rope(kind="longrope", original_context=8192, **factors)
+    alike = _cache_shape()
+    long = replace(alike, context=131_072, shape=replace(alike.shape, layer_kinds=(LayerKind(rope=rope),)))
+    assert long.fitting(long.cache_bytes(16_384 // long.block_size)).context == 14_336
+    assert long.fitting(long.cache_bytes(8192 // long.block_size)) is long
