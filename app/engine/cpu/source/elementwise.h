@@ -85,7 +85,19 @@ inline void rotate(float* head, const float* angles, int half) {
     }
 }
 
-// x / root mean square * weight, for one head or several.
+// x / root mean square * weight, for all heads of a row together.
+inline void norm_heads_together(float* x, int size, const float* weight, float eps) {
+    const int whole = size / kLanes * kLanes;
+    Floats parts = {};
+    for (int c = 0; c < whole; c += kLanes) parts = fma(load(x + c), load(x + c), parts);
+    float squares = sum(parts);
+    for (int c = whole; c < size; c++) squares += x[c] * x[c];
+    const float factor = 1.0f / std::sqrt(squares / size + eps);
+    for (int c = 0; c < whole; c += kLanes) store(x + c, load(x + c) * factor * load(weight + c));
+    for (int c = whole; c < size; c++) x[c] *= factor * weight[c];
+}
+
+// x / root mean square * weight, for one head.
 inline void norm_head(float* x, int width, const float* weight, float eps) {
     float squares = 0;
     for (int c = 0; c < width; c++) squares += x[c] * x[c];

@@ -253,8 +253,8 @@ class Decoder : public Executor {
     void norm_heads(const InkOperation& op, float* q) {
         const int width = shape_.head_width, heads = shape_.query_heads, kv_heads = shape_.kv_heads;
         if (op.norms_width) {
-            norm_head(q, heads * width, op.weight, op.eps);
-            return norm_head(q + heads * width, kv_heads * width, op.bias, op.eps);
+            norm_heads_together(q, heads * width, op.weight, op.eps);
+            return norm_heads_together(q + heads * width, kv_heads * width, op.bias, op.eps);
         }
         for (int head = 0; head < heads + kv_heads; head++)
             norm_head(q + head * width, width, head < heads ? op.weight : op.bias, op.eps);
