@@ -73,7 +73,7 @@ def random_config(seed: int) -> ModelConfig:
         }
         switches = ("norm_bias", "final_norm", "gated", "qkv_bias", "out_bias", "mlp_bias", "head_bias", "tied_head")
         switches += ("parallel_residual", "shared_norm", "norm_offset", "qk_norm_after_rope", "embedding_norm")
-        rare = {"norm_weight": rng.random() < 0.8}
+        rare = {"norm_weight": rng.random() < 0.6}
         try:
             return tiny_config(**changes, **rare, **{name: rng.random() < 0.5 for name in switches})
         except ConfigError:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from model.config import QkNorm
 from model.device import choose_dtype
 from model.nn.attention import CausalAttend
 from model.nn.layers import RMSNorm
@@ -60,7 +61,7 @@ def test_gpu_computes_in_bfloat16_if_supported(native: bool, monkeypatch: pytest
     assert choose_dtype("auto", torch.device("cuda")) == (torch.bfloat16 if native else torch.float32)
 
 
-def _decoder(name: str, *, qk_norm: bool = False, **sizes: Any) -> Decoder:
+def _decoder(name: str, *, qk_norm: QkNorm = "none", **sizes: Any) -> Decoder:
     """Outputs initialized to zero would hide what is behind them."""
     config = replace(reshaped(preset(name), **{"n_layers": 2, "width": 64, "n_heads": 4, **sizes}), qk_norm=qk_norm)
     decoder = Decoder(config).initialize(3)
@@ -81,10 +82,10 @@ def _learnt(decoder: Decoder, way: LossBackend, dtype: torch.dtype = torch.float
     return [loss.detach(), *torch.autograd.grad(loss, list(decoder.parameters()))]
 
 
-@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize("qk_norm", ["none", "head"])
 @pytest.mark.parametrize(("name", "kv_heads"), [("nano", 1), ("nano", 2), ("nano", 4), ("gpt", 4), ("textbook", 4)])
 def test_handwritten_gradients_equal_those_of_autograd(
-    name: str, kv_heads: int, qk_norm: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, kv_heads: int, qk_norm: QkNorm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoder = _decoder(name, n_kv_heads=kv_heads, qk_norm=qk_norm)
     handwritten = _learnt(decoder, _HANDWRITTEN)
