@@ -42,10 +42,11 @@ _annotations: Callable[[Any], dict[str, Any]] = functools.cache(partial(get_type
 def _check_fields(config: ModelConfig | LayerKind | Rope | QueryScale, suffix: str = "") -> None:
     """Checks every field by its annotation. Raises ConfigError."""
     for name, kind in _annotations(type(config)).items():
-        _check_value(getattr(config, name), kind, f"{name}{suffix}")
+        check_value(getattr(config, name), kind, f"{name}{suffix}")
 
 
-def _check_value(value: object, kind: Any, name: str) -> None:
+def check_value(value: object, kind: Any, name: str) -> None:
+    """Checks a value that a file calls `name` by an annotation, such as Size. Raises ConfigError."""
     try:
         msgspec.convert(value, kind, from_attributes=True)
     except msgspec.ValidationError as error:
@@ -219,6 +220,12 @@ class ModelConfig:
         return 2 * self.n_layers * self.n_kv_heads * self.head_dim
 
     @property
+    def head_norm_sizes(self) -> tuple[int, int]:
+        """Numbers that the norm of queries and the norm of keys take together, unless qk_norm is none."""
+        counts = (self.n_heads, self.n_kv_heads) if self.qk_norm == "width" else (1, 1)
+        return counts[0] * self.head_dim, counts[1] * self.head_dim
+
+    @property
     def layers(self) -> tuple[LayerKind, ...]:
         """The kind of each layer."""
         return tuple(self.layer_kinds[index] for index in self.layer_types) or self.layer_kinds * self.n_layers
@@ -304,8 +311,8 @@ class ModelConfig:
             "an encoder supports neither parallel_residual nor windows nor several layer_kinds",
         )
         _require(
-            not self.n_encoder_layers or not (self.query_scale or self.attention_soft_cap),
-            "an encoder supports neither query_scale nor attention_soft_cap",
+            not self.n_encoder_layers or not (self.query_scale or self.attention_soft_cap or self.embedding_norm),
+            "an encoder supports neither query_scale nor attention_soft_cap nor embedding_norm",
         )
 
     def _check_norms(self) -> None:
@@ -340,4 +347,4 @@ def check_field(
     name: str, value: object, key: str, of: type[ModelConfig | LayerKind | Rope | QueryScale] = ModelConfig
 ) -> None:
     """Checks a value for a field of a config, which comes from a file that calls it `key`. Raises ConfigError."""
-    _check_value(value, _annotations(of)[name], key)
+    check_value(value, _annotations(of)[name], key)

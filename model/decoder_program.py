@@ -224,11 +224,8 @@ def _head_norms(config: ModelConfig, attention: str) -> tuple[Weight, ...]:
     """Weights of the norms of queries and keys."""
     if config.qk_norm == "none" or not config.norm_weight:
         return ()
-    counts = (config.n_heads, config.n_kv_heads) if config.qk_norm == "width" else (1, 1)
-    sizes = (count * config.head_dim for count in counts)
-    return tuple(
-        Weight(f"{attention}.{name}.weight", (size,)) for name, size in zip(("q_norm", "k_norm"), sizes, strict=True)
-    )
+    names = zip(("q_norm", "k_norm"), config.head_norm_sizes, strict=True)
+    return tuple(Weight(f"{attention}.{name}.weight", (size,)) for name, size in names)
 
 
 def _added(config: ModelConfig, operation: Operation) -> Operation:

@@ -103,10 +103,8 @@ def build_engine(
         if config.deterministic:
             announce(check_batch_invariance(make_engine, limits, weights.config, context=cache_shape.context))
         announce(_check_weights(engine, config, directory, weights, model, cache_shape))
-    pool, waits = engine.scheduler.pool, selected.waits_for_build
-    ready = _ready(
-        weights, cache_shape, placement, pool, backend, defaults=defaults, waits=waits, model_context=model.context
-    )
+    facts = (cache_shape, placement, engine.scheduler.pool, backend)
+    ready = _ready(weights, model, *facts, defaults=defaults, waits=selected.waits_for_build)
     return BuiltEngine(engine, grammars, ready)
 
 
@@ -226,6 +224,7 @@ def _served(weights: StoredWeights, context: int) -> StoredWeights:
 
 def _ready(
     weights: StoredWeights,
+    model: ModelConfig,
     cache_shape: CacheShape,
     placement: Placement,
     blocks: BlockPool,
@@ -233,11 +232,10 @@ def _ready(
     *,
     defaults: dict[str, float],
     waits: bool,
-    model_context: int,
 ) -> Ready:
     return Ready(
         context=cache_shape.context,
-        model_context=model_context,
+        model_context=model.context,
         vocab_size=weights.config.vocab_size,
         n_params=weights.n_params,
         dtype=placement.dtype,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from model.config import LayerKind, ModelConfig, check_field
+from model.config import LayerKind, ModelConfig, check_field, check_value
 from model.families.layouts import heads_interleaved
 from model.families.rope import read_whole_rope
 from model.families.spec import FamilySpec, Raw, TensorMapping, activation, head_size, read_fields, require_values
@@ -65,7 +65,7 @@ def _read(raw: Raw) -> ModelConfig:
 
 def _flag(raw: Raw, key: str, *, default: bool) -> bool:
     value = raw.get(key, default)
-    check_field("gated", value, key)
+    check_value(value, bool, key)
     return bool(value)
 
 

@@ -7,7 +7,7 @@ import struct
 from functools import partial
 from typing import Any
 
-from model.config import LayerKind, ModelConfig, Rope, check_field
+from model.config import LayerKind, ModelConfig, Positive, Rope, check_field, check_value
 from model.families.llama import NAMES, read_sizes
 from model.families.rope import read_rope, rope_parameters
 from model.families.spec import (
@@ -56,7 +56,7 @@ def _read_gemma(raw: Raw) -> ModelConfig:
 
 def _read_sandwich(raw: Raw, layers: Any, **dialect: Any) -> ModelConfig:
     scalar = raw.get("query_pre_attn_scalar", 256)
-    check_field("residual_scale", scalar, "query_pre_attn_scalar")
+    check_value(scalar, Positive, "query_pre_attn_scalar")
     caps = {"attention_soft_cap": "attn_logit_softcapping", "logit_soft_cap": "final_logit_softcapping"}
     dialect |= {field: raw.get(key, dialect.get(field)) for field, key in caps.items()}
     act = activation(raw.get("hidden_activation", "gelu_pytorch_tanh"))

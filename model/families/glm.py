@@ -6,7 +6,7 @@ import re
 from functools import partial
 from typing import Any
 
-from model.config import LayerKind, ModelConfig, Rope, check_field
+from model.config import LayerKind, ModelConfig, RopeFactor, check_value
 from model.families.layouts import rotation_interleaved
 from model.families.llama import KEYS, NAMES, read_sizes
 from model.families.rope import read_rope, read_rotated_dim
@@ -23,7 +23,7 @@ _KEYS = {**KEYS, "qkv_bias": "attention_bias"}
 
 def _read(raw: Raw, **dialect: Any) -> ModelConfig:
     sizes = read_sizes(raw, _KEYS, n_kv_heads=2, head_dim=128, norm_eps=1.5625e-7, qkv_bias=True)
-    check_field("factor", raw.get("partial_rotary_factor", 0.5), "partial_rotary_factor", Rope)
+    check_value(raw.get("partial_rotary_factor", 0.5), RopeFactor, "partial_rotary_factor")
     rotated = read_rotated_dim(raw, sizes["head_dim"], default=0.5)
     return ModelConfig(
         **sizes,

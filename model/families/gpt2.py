@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from model.config import LayerKind, ModelConfig, check_field
+from model.config import LayerKind, ModelConfig, check_value
 from model.families.layouts import heads_interleaved, transposed
 from model.families.spec import (
     ACTIVATION_NAMES,
@@ -68,7 +68,7 @@ def _read(raw: Raw, default_activation: str = "gelu_new") -> ModelConfig:
 def _read_bigcode(raw: Raw) -> ModelConfig:
     """All queries share one key head, or each has its own."""
     multi_query = raw.get("multi_query", True)
-    check_field("gated", multi_query, "multi_query")
+    check_value(multi_query, bool, "multi_query")
     config = _read(raw, "gelu_pytorch_tanh")
     return replace(config, n_kv_heads=1) if multi_query else config
 

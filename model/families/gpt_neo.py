@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from model.config import ConfigError, LayerKind, ModelConfig, check_field
+from model.config import ConfigError, LayerKind, ModelConfig, Size, check_value
 from model.families.spec import (
     FamilySpec,
     Layers,
@@ -64,7 +64,7 @@ def _read(raw: Raw) -> ModelConfig:
 def _layers(raw: Raw, n_layers: int) -> Layers:
     """attention_layers names each layer; attention_types has pairs of such names and how often they recur."""
     window, key = raw.get("window_size", 256), "attention_layers"
-    check_field("context", window, "window_size")  # no field of LayerKind, whose window may be None
+    check_value(window, Size, "window_size")
     names = raw.get(key)
     if names is None:
         key = "attention_types"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from model.config import LayerKind, ModelConfig, Rope, check_field
+from model.config import LayerKind, ModelConfig, Rope, Size, check_value
 from model.families.layouts import rotation_interleaved
 from model.families.spec import FamilySpec, Raw, activation, head_size, read_fields
 
@@ -36,7 +36,7 @@ def _read(raw: Raw) -> ModelConfig:
     sizes = read_fields(raw, _KEYS, mlp_width=None, norm_eps=1e-5, tied_head=False)
     sizes["mlp_width"] = sizes["mlp_width"] or 4 * sizes["width"]
     rotary_dim = raw.get("rotary_dim", 64)
-    check_field("width", rotary_dim, "rotary_dim")  # no field of Rope, whose dim may be None
+    check_value(rotary_dim, Size, "rotary_dim")
     return ModelConfig(
         **sizes,
         n_kv_heads=sizes["n_heads"],

@@ -6,7 +6,7 @@ import re
 from functools import partial
 from typing import Any
 
-from model.config import ConfigError, LayerKind, ModelConfig, check_field
+from model.config import ConfigError, LayerKind, ModelConfig, Positive, check_field, check_value
 from model.families.llama import KEYS, NAMES, read_sizes
 from model.families.rope import read_whole_rope
 from model.families.spec import FamilySpec, Raw, activation, read_fields, require_values
@@ -41,7 +41,7 @@ def _read_scales(raw: Raw) -> dict[str, Any]:
     """The files divide logits by their factor."""
     scales = {field: raw.get(key, 1.0) for field, key in _SCALES.items()}
     for field, value in scales.items():
-        check_field("residual_scale", value, _SCALES[field])
+        check_value(value, Positive, _SCALES[field])
     scales["logit_scale"] = 1 / scales["logit_scale"]
     check_field("logit_scale", scales["logit_scale"], "the inverse of logits_scaling")
     return scales

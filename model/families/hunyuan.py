@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from model.config import ConfigError, LayerKind, ModelConfig, Rope, check_field
+from model.config import ConfigError, LayerKind, ModelConfig, Rope, RopeFactor, check_field, check_value
 from model.families.llama import KEYS, NAMES, read_sizes
 from model.families.rope import read_whole_rope, rope_parameters
 from model.families.spec import FamilySpec, Raw, activation, require_values
@@ -37,7 +37,7 @@ def _read_rope(raw: Raw, head_dim: int) -> Rope:
     alpha, kind = parameters.get("alpha"), parameters.get("rope_type") or parameters.get("type")
     if kind != "dynamic" or not alpha:
         return rope
-    check_field("factor", alpha, "alpha of the rope scaling", Rope)
+    check_value(alpha, RopeFactor, "alpha of the rope scaling")
     if head_dim <= 2:
         raise ConfigError(f"alpha of the rope scaling needs a head_dim above 2, not {head_dim}")
     theta = rope.theta * alpha ** (head_dim / (head_dim - 2))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from model.config import ConfigError, LayerKind, ModelConfig, check_field
+from model.config import ConfigError, LayerKind, ModelConfig, Size, check_value
 from model.families.llama import NAMES, llama_family, read_attention_biases, read_dialect
 from model.families.rope import read_whole_rope
 from model.families.spec import Layers, Raw, read_layers, read_windows, require_values
@@ -41,7 +41,7 @@ def _read_olmo3(raw: Raw) -> ModelConfig:
     rope = read_whole_rope(raw, layer_type="full_attention", theta=_THETA)
     local_rope = read_whole_rope({**raw, "rope_scaling": None}, layer_type="sliding_attention", theta=_THETA)
     window = raw.get("sliding_window", 4096)
-    check_field("n_layers", window, "sliding_window")  # unlike a window it may not be null
+    check_value(window, Size, "sliding_window")
     windows = read_windows(raw, "num_hidden_layers", window, lambda layer: (layer + 1) % 4 > 0)
     local, everywhere = LayerKind(window=window, rope=local_rope), LayerKind(rope=rope)
     return _read_olmo2(raw, read_layers(len(windows), lambda layer: local if windows[layer] else everywhere))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from model.config import ConfigError, LayerKind, ModelConfig, check_field
+from model.config import ConfigError, LayerKind, ModelConfig, Size, check_field, check_value
 from model.families.llama import llama_family, read_attention_biases, read_dialect
 from model.families.rope import read_whole_rope
 from model.families.spec import Layers, Raw, read_layers, read_windows
@@ -17,7 +17,7 @@ def _read(raw: Raw) -> ModelConfig:
 
 def _layers(raw: Raw) -> Layers:
     is_sliding, types = raw.get("use_sliding_window", False), raw.get("layer_types")
-    check_field("gated", is_sliding, "use_sliding_window")
+    check_value(is_sliding, bool, "use_sliding_window")
     window = raw.get("sliding_window") if is_sliding else None
     if window is None and isinstance(types, list) and "sliding_attention" in types:
         raise ConfigError("layer_types has sliding_attention, which needs use_sliding_window and sliding_window")
@@ -31,7 +31,7 @@ def _layers(raw: Raw) -> Layers:
 def _is_rotated(raw: Raw) -> Callable[[int], bool]:
     if (listed := raw.get("no_rope_layers")) is None:
         interval = raw.get("no_rope_layer_interval", 4)
-        check_field("n_layers", interval, "no_rope_layer_interval")
+        check_value(interval, Size, "no_rope_layer_interval")
         return lambda layer: (layer + 1) % interval != 0
     check_field("n_layers", count := raw["num_hidden_layers"], "num_hidden_layers")
     if not isinstance(listed, list) or len(listed) < count or any(each not in (0, 1) for each in listed):

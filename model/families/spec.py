@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from model.config import Activation, ConfigError, LayerKind, ModelConfig, check_field
+from model.config import Activation, ConfigError, LayerKind, ModelConfig, Size, check_field, check_value
 from model.parameter_shapes import parameter_shapes
 
 Raw = Mapping[str, Any]
@@ -235,7 +235,7 @@ def periodic_windows(raw: Raw, *keys: str, default: int) -> Callable[[int], bool
     key = next((key for key in keys if key in raw), keys[0])
     period = raw.get(key, default)
     if raw.get("layer_types") is None:
-        check_field("n_layers", period, key)
+        check_value(period, Size, key)
     return lambda layer: (layer + 1) % period > 0
 
 

@@ -189,11 +189,10 @@ def make_norm(config: ModelConfig) -> nn.Module:
     return nn.Identity()
 
 
-def make_head_norm(config: ModelConfig, n_heads: int) -> RMSNorm | None:
-    """The norm of queries or keys, which are `n_heads` heads."""
+def make_head_norm(config: ModelConfig, size: int) -> RMSNorm | None:
+    """The norm of queries or of keys. size: of ModelConfig.head_norm_sizes."""
     if config.qk_norm == "none":
         return None
-    size = config.head_dim * (n_heads if config.qk_norm == "width" else 1)
     return RMSNorm(size, config.norm_eps, has_weight=config.norm_weight, offset=config.norm_offset)
 
 

@@ -112,7 +112,7 @@ class Attention(FastModule):
         self.q_factor = config.q_factor
         n_rows = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim
         self.qkv = Linear(n_rows, config.width, bias=config.qkv_bias)
-        self.q_norm, self.k_norm = (make_head_norm(config, count) for count in (config.n_heads, config.n_kv_heads))
+        self.q_norm, self.k_norm = (make_head_norm(config, size) for size in config.head_norm_sizes)
         self.norms_after = config.qk_norm_after_rope
         self.out = _out_projection(config)
 

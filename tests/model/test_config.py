@@ -58,6 +58,7 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"out_projection": False, "residual_scale": 0.5}, "residual_scale 1"),
     ({"rope": Rope(kind="longrope", short_factors=(1.0,) * 7, long_factors=(2.0,) * 7)}, "longrope needs 8"),
     ({"n_encoder_layers": 1, "attention_soft_cap": 9.0}, "neither query_scale nor attention_soft_cap"),
+    ({"n_encoder_layers": 1, "embedding_norm": True}, "nor embedding_norm"),
     ({"norm_bias": True}, "norm_bias needs layernorm, not rmsnorm"),
     ({**PLAIN, "norm_bias": True}, "norm_bias needs layernorm, not none"),
     ({"mlp_width": 0, "mlp_bias": True}, "mlp_bias needs a feed-forward"),

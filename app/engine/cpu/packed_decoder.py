@@ -198,11 +198,8 @@ class PackedDecoder:
         config = self.config
         if config.qk_norm == "none":
             return 0, 0
-        counts = (config.n_heads, config.n_kv_heads) if config.qk_norm == "width" else (1, 1)
         weights = operation.weights or (None, None)
-        query, key = (
-            self._factors(weight, count * config.head_dim) for weight, count in zip(weights, counts, strict=True)
-        )
+        query, key = map(self._factors, weights, config.head_norm_sizes)
         return query, key
 
     def _factors(self, weight: Weight | None, size: int) -> int:

@@ -1,4 +1,8 @@
-"""Configurations as vendors publish them: how many parameters, how much cache, which context fits, what is refused."""
+"""Configurations as vendors publish them: how many parameters, how much cache, which context fits, what is refused.
+
+They were typed in from memory, since these machines reach no model hub, without factors of a longrope; that each one's
+number of parameters is the published one confirms its sizes. Cache and contexts are as `check` computed them.
+"""
 
 from __future__ import annotations
 
