@@ -201,6 +201,29 @@ def _store_kv(
 
 
 @triton.jit
+def _rotated(
+    x_NX, from_ptr, q_norm_ptr, k_norm_ptr, rope_ptr, position, scale_N, column_X, valid_NX, is_q_N, is_k_N,
+    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HAS_Q_NORM: tl.constexpr, HAS_K_NORM: tl.constexpr,
+    NORMS_AFTER: tl.constexpr,
+):  # fmt: skip
+    """x with queries and keys rotated, and rounded. from_ptr: of the heads before their norms.
+
+    Number i is rotated with number i + HALF: the other number of each pair is loaded and normed again.
+    """
+    other_X = tl.where(column_X < HALF, column_X + HALF, tl.where(column_X < 2 * HALF, column_X - HALF, column_X))
+    raw_NX = tl.load(from_ptr + other_X[None, :], mask=valid_NX, other=0.0)
+    if NORMS_AFTER:
+        other_NX = raw_NX.to(tl.float32)
+    else:
+        valid_X, has_norm_N = column_X < HEAD_DIM, (is_q_N & HAS_Q_NORM) | (is_k_N & HAS_K_NORM)
+        weight_NX = _norm_weights(q_norm_ptr, k_norm_ptr, other_X, valid_X, is_q_N, HAS_Q_NORM, HAS_K_NORM)
+        other_NX = _apply_norm(raw_NX, scale_N, weight_NX, has_norm_N)
+    cos_X, sin_X = _rope(rope_ptr, position, column_X, HALF)
+    rotated_NX = (x_NX * cos_X[None, :] + other_NX * sin_X[None, :]).to(raw_NX.dtype).to(tl.float32)
+    return tl.where((is_q_N | is_k_N)[:, None] & (column_X < 2 * HALF)[None, :], rotated_NX, x_NX)
+
+
+@triton.jit
 def split_heads_kernel(
     qkv_ptr,
     q_norm_ptr,
@@ -227,6 +250,7 @@ def split_heads_kernel(
 ):
     """HALF: half of the rotated numbers, 0 for none. value_offset: numbers from a layer's keys to its values."""
     token = tl.program_id(0).to(tl.int64)
+    position = tl.load(position_ptr + token)
     head_N = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     column_X = tl.arange(0, PADDED)
     is_q_N, is_k_N = head_N < N_HEADS, (head_N >= N_HEADS) & (head_N < N_HEADS + N_KV_HEADS)
@@ -241,22 +265,15 @@ def split_heads_kernel(
     if not NORMS_AFTER:
         x_NX = _apply_norm(raw_NX, scale_N, weight_NX, has_norm_N)
     if HALF:
-        # Number i is rotated with number i + HALF: the other number of each pair is loaded and normed again.
-        other_X = tl.where(column_X < HALF, column_X + HALF, tl.where(column_X < 2 * HALF, column_X - HALF, column_X))
-        other_NX = tl.load(from_ptr + other_X[None, :], mask=valid_NX, other=0.0)
-        if NORMS_AFTER:
-            other_NX = other_NX.to(tl.float32)
-        else:
-            other_weight_NX = _norm_weights(q_norm_ptr, k_norm_ptr, other_X, valid_X, is_q_N, HAS_Q_NORM, HAS_K_NORM)
-            other_NX = _apply_norm(other_NX, scale_N, other_weight_NX, has_norm_N)
-        cos_X, sin_X = _rope(rope_ptr, tl.load(position_ptr + token), column_X, HALF)
-        rotated_NX = (x_NX * cos_X[None, :] + other_NX * sin_X[None, :]).to(raw_NX.dtype).to(tl.float32)
-        x_NX = tl.where((is_q_N | is_k_N)[:, None] & (column_X < 2 * HALF)[None, :], rotated_NX, x_NX)
+        x_NX = _rotated(
+            x_NX, from_ptr, q_norm_ptr, k_norm_ptr, rope_ptr, position, scale_N, column_X, valid_NX, is_q_N, is_k_N,
+            HEAD_DIM, HALF, HAS_Q_NORM, HAS_K_NORM, NORMS_AFTER,
+        )  # fmt: skip
     if NORMS_AFTER:
         scale_N = tl.rsqrt(tl.sum(x_NX * x_NX, axis=1) / HEAD_DIM + eps)
         x_NX = _apply_norm(x_NX.to(raw_NX.dtype), scale_N, weight_NX, has_norm_N)
     if HAS_QUERY_SCALE:
-        query_scale = tl.load(query_scale_ptr + tl.load(position_ptr + token).to(tl.int64))
+        query_scale = tl.load(query_scale_ptr + position.to(tl.int64))
         scaled_NX = (x_NX * query_scale).to(raw_NX.dtype).to(tl.float32)
         x_NX = tl.where(is_q_N[:, None], scaled_NX, x_NX)
     q_offset_N = (token * N_HEADS + head_N) * HEAD_DIM
