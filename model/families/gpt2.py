@@ -33,7 +33,7 @@ _NAMES = {
 }
 
 
-_KEYS = {
+KEYS = {
     "vocab_size": "vocab_size",
     "width": "n_embd",
     "n_layers": "n_layer",
@@ -47,7 +47,7 @@ _KEYS = {
 
 def _read(raw: Raw, default_activation: str = "gelu_new") -> ModelConfig:
     require_values(raw, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
-    sizes = read_fields(raw, _KEYS, mlp_width=None, norm_eps=1e-5, tied_head=True)
+    sizes = read_fields(raw, KEYS, mlp_width=None, norm_eps=1e-5, tied_head=True)
     sizes["mlp_width"] = sizes["mlp_width"] or 4 * sizes["width"]
     return ModelConfig(
         **sizes,
@@ -74,7 +74,7 @@ def _read_bigcode(raw: Raw) -> ModelConfig:
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
-    return {**write_fields(config, _KEYS), "activation_function": ACTIVATION_NAMES[config.activation]}
+    return {**write_fields(config, KEYS), "activation_function": ACTIVATION_NAMES[config.activation]}
 
 
 GPT2 = FamilySpec(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from model.config import LayerKind, ModelConfig, Rope, Size, check_value
+from model.families.gpt2 import KEYS
 from model.families.layouts import rotation_interleaved
 from model.families.spec import FamilySpec, Raw, activation, head_size, read_fields
 
@@ -20,20 +21,10 @@ _NAMES: dict[str, str | tuple[str, ...]] = {
     "blocks.N.mlp.up": f"{_LAYER}.mlp.fc_in",
     "blocks.N.mlp.down": f"{_LAYER}.mlp.fc_out",
 }
-_KEYS = {
-    "vocab_size": "vocab_size",
-    "width": "n_embd",
-    "n_layers": "n_layer",
-    "n_heads": "n_head",
-    "mlp_width": "n_inner",
-    "context": "n_positions",
-    "norm_eps": "layer_norm_epsilon",
-    "tied_head": "tie_word_embeddings",
-}
 
 
 def _read(raw: Raw) -> ModelConfig:
-    sizes = read_fields(raw, _KEYS, mlp_width=None, norm_eps=1e-5, tied_head=False)
+    sizes = read_fields(raw, KEYS, mlp_width=None, norm_eps=1e-5, tied_head=False)
     sizes["mlp_width"] = sizes["mlp_width"] or 4 * sizes["width"]
     rotary_dim = raw.get("rotary_dim", 64)
     check_value(rotary_dim, Size, "rotary_dim")
