@@ -10,8 +10,7 @@ import pytest
 
 from model.config import ConfigError
 from model.families.registry import read_config
-from tests.support.lazy_modules import transformers
-from tests.support.model.hub_checkpoints import CASES, FAMILIES, FAMILY_CASES, family_name
+from tests.support.model.hub_checkpoints import CASES, FAMILIES, FAMILY_CASES, family_name, reference_config
 
 _JUNK: list[Any] = [
     *(None, True, False, 0, 1, -1, 2, 3, 0.5, -0.0, 1e-320, 1e308, float("nan"), float("inf"), 10**400, 2**31, 10**9),
@@ -45,7 +44,7 @@ def test_mutated_configuration_is_read_or_refused_in_one_sentence(name: str) -> 
     rng = random.Random(name)
     cases = [case for case in CASES if family_name(case) == name]
     bases = [dict(FAMILY_CASES[name].minimal), *(dict(CASES[case]) for case in cases)]
-    bases += [transformers.AutoConfig.for_model(name, **base).to_dict() for base in bases]
+    bases += [reference_config(name, **base).to_dict() for base in bases]
     outcomes = {True: 0, False: 0}
     for number in range(_MUTATIONS):
         raw = {**_mutated(rng, {"vocab_size": 99, **rng.choice(bases)}), "model_type": name}

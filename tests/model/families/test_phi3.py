@@ -15,7 +15,7 @@ from model.nn.transformer import Decoder
 from tests.support.lazy_modules import transformers
 from tests.support.model.family_cases import COMMON, heads
 from tests.support.model.family_cases.phi3 import longrope
-from tests.support.model.hub_checkpoints import FAMILY_CASES, reference_logits
+from tests.support.model.hub_checkpoints import FAMILY_CASES, reference_config, reference_logits
 
 ORIGINAL, CONTEXT = 32, 128
 TOLERANCE = 1e-4
@@ -27,7 +27,7 @@ def _model(**rope: Any) -> Any:
     torch.manual_seed(5)
     rope = longrope(9, partial_rotary_factor=0.75, **rope)
     keys = {**COMMON, **heads(4, 2), "hidden_size": 96, "original_max_position_embeddings": ORIGINAL}
-    config = transformers.AutoConfig.for_model("phi3", **keys, rope_parameters=rope)
+    config = reference_config("phi3", **keys, rope_parameters=rope)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():

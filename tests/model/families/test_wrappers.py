@@ -19,7 +19,7 @@ from model.files import CheckpointError
 from model.nn.reference import logits
 from tests.support.lazy_modules import transformers
 from tests.support.model.family_cases import COMMON, heads
-from tests.support.model.hub_checkpoints import reference_logits
+from tests.support.model.hub_checkpoints import reference_config, reference_logits
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 _VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -34,7 +34,7 @@ WRAPPED: dict[str, dict[str, Any]] = {
 
 
 def _saved(name: str, directory: Path) -> Any:
-    config = transformers.AutoConfig.for_model(name, **WRAPPED[name])
+    config = reference_config(name, **WRAPPED[name])
     model = transformers.AutoModelForImageTextToText.from_config(config).eval()
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -89,7 +89,7 @@ def test_a_published_text_config_leaves_most_keys_out() -> None:
     text = {**text, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
     raw = {"model_type": "gemma3", "text_config": text, "torch_dtype": "bfloat16"}
     family, config = read_config(raw)
-    whole = transformers.AutoConfig.for_model("gemma3", **{k: v for k, v in raw.items() if k != "model_type"})
+    whole = reference_config("gemma3", **{k: v for k, v in raw.items() if k != "model_type"})
     assert config == read_config({**whole.text_config.to_dict(), "torch_dtype": "bfloat16"})[1]
     assert (family.name, config.vocab_size, config.n_kv_heads, config.context) == ("gemma3_text", 262_208, 4, 131_072)
     assert config.windows[:7] == (1024,) * 5 + (None, 1024)
