@@ -6,6 +6,7 @@ those of a trained model: with flat ones the next token would depend on the last
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -14,15 +15,15 @@ from random import Random
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from benchmarks import smollm2
 from benchmarks.prompts import pseudo_prose
-from model.checkpoint.checkpoint import weights_files
 from model.checkpoint.config_file import load_config
 from model.checkpoint.stored_weights import StoredWeights
 from model.config import LayerKind, ModelConfig, Rope
-from model.families.registry import NATIVE, write_config
+from model.families.registry import NATIVE, read_config, write_config
 from model.nn.transformer import Decoder
 from model.number_formats import Array
 from model.tokenizer.tokenizer import Tokenizer
@@ -33,6 +34,8 @@ _SYLLABLES = [
     consonant + vowel for consonant in "bcdfghjklmnprstvwz" for vowel in ("a", "e", "i", "o", "u", "ai", "ou")
 ]
 _PROSE_PROMPTS = 200
+_MAX_TOKENS = 65_536
+"""Of a trained tokenizer: a larger vocabulary takes minutes, and a model's may be padded."""
 _SPREAD = 2.5
 """Approximate standard deviation of the logits."""
 
@@ -76,6 +79,29 @@ SHAPES = {
     ),
 }
 
+FAMILY_SHAPES: dict[str, dict[str, Any]] = {
+    # 1.0 B parameters, 302 M of them in the embedding; 4,096 tokens of its 32,768.
+    "gemma3-1b": {
+        "model_type": "gemma3_text",
+        "vocab_size": 262_144,
+        "hidden_size": 1152,
+        "intermediate_size": 6912,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+        "query_pre_attn_scalar": 256,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 4096,
+        "torch_dtype": "bfloat16",
+    },
+}
+"""Models of other families by their config.json, in the published sizes."""
+
 
 def smaller(config: ModelConfig) -> ModelConfig:
     """The same layout in a size for a CPU."""
@@ -105,19 +131,25 @@ def find_model(name: str, *, weights: Path, folder: Path) -> Model:
     if name == SMOLLM2:
         smollm2.make(directory)
     elif name != "default" and not (directory / "config.json").exists():
-        write_random(SHAPES[name], directory)
+        write_random(FAMILY_SHAPES.get(name) or SHAPES[name], directory)
     return Model(name=name, directory=directory.resolve(), config=load_config(directory))
 
 
-def write_random(config: ModelConfig, directory: Path) -> None:
-    """Always the same weights. Writes config.json last: a directory that has it is complete."""
+def write_random(shape: ModelConfig | Mapping[str, Any], directory: Path) -> None:
+    """Always the same weights. Writes config.json last: a directory that has it is complete.
+
+    shape: a config.json is written as it is, with the tensors of its family.
+    """
+    raw = write_config(shape, "bfloat16", 0) if isinstance(shape, ModelConfig) else dict(shape)
+    family, config = read_config(raw)
     directory.mkdir(parents=True, exist_ok=True)
-    tokenizer = Tokenizer.train(_texts(config.vocab_size), config.vocab_size)
-    decoder = decoder_of(config, random_state(config, device=torch.device("cpu"), dtype=torch.bfloat16))
-    files = weights_files(decoder, dtype=torch.bfloat16, eos_id=tokenizer.eos_id, generation={})
-    everything = files | {name: text.encode() for name, text in tokenizer.files().items()}
-    for name in sorted(everything, key=lambda name: name == "config.json"):
-        (directory / name).write_bytes(everything[name])
+    size = min(config.vocab_size, _MAX_TOKENS)
+    tokenizer = Tokenizer.train(_texts(size), size)
+    state = random_state(config, device=torch.device("cpu"), dtype=torch.bfloat16)
+    save_file(family.save(config, state), directory / "model.safetensors", metadata={"format": "pt"})
+    for name, text in tokenizer.files().items():
+        (directory / name).write_text(text)
+    (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
 
 
 def _texts(vocab_size: int) -> Iterator[str]:
@@ -183,8 +215,8 @@ def random_state(config: ModelConfig, *, device: torch.device, dtype: torch.dtyp
     for name, shape in shapes.items():
         mean, deviation = 0.0, 0.1
         if len(shape) > 1:
-            deviation = _SPREAD * config.width**-0.5 if "embedding" in name or "head" in name else shape[1] ** -0.5
+            deviation = _SPREAD * config.width**-0.5 if "embedding" in name or "head" in name else shape[-1] ** -0.5
         elif not name.endswith("bias"):
-            mean = 1.0
+            mean = 0.0 if config.norm_offset else 1.0
         state[name] = torch.empty(shape, device=device, dtype=dtype).normal_(mean, deviation, generator=generator)
     return state

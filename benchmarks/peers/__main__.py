@@ -30,13 +30,13 @@ from benchmarks.peers.comparison import (
 from benchmarks.peers.peer_pool import Workspace
 from benchmarks.peers.provision import OURS
 from benchmarks.service_process import ROOT
-from benchmarks.shapes import SMOLLM2, find_model
+from benchmarks.shapes import FAMILY_SHAPES, SMOLLM2, find_model
 from benchmarks.smollm2 import NotAvailable
 
 PEERS = ("openvino", "llama.cpp", "transformers")
 PRECISIONS = ("bf16", "f32", "int8")
 PARTS = ("engine", "prefill", "server")
-_MODELS = ("default", "A", "B", "C", "1b", SMOLLM2)
+_MODELS = ("default", "A", "B", "C", "1b", *FAMILY_SHAPES, SMOLLM2)
 _LENGTH = 513
 """The longest sequence of any measurement: a prefill and its token."""
 

@@ -28,9 +28,11 @@ from benchmarks.peers.comparison import (
 from benchmarks.peers.peer_pool import AdapterProcess, plain_environment
 from benchmarks.peers.provision import PeerError, convert_once, install
 from benchmarks.prompts import pseudo_prose
-from benchmarks.shapes import SHAPES, smaller, write_random
+from benchmarks.shapes import FAMILY_SHAPES, SHAPES, smaller, write_random
 from model.checkpoint.checkpoint import load
+from model.families.registry import read_config
 from model.nn.transformer import Decoder
+from model.parameter_shapes import count_parameters
 from model.tokenizer.tokenizer import Tokenizer
 from tests.support.model.tiny_models import tiny_weights
 
@@ -190,6 +192,19 @@ def test_comparison_drops_failing_engines_and_its_table_reports_them() -> None:
 def test_the_shapes_have_the_documented_sizes(name: str, millions: float) -> None:
     with torch.device("meta"):
         assert Decoder(SHAPES[name]).n_params / 1e6 == pytest.approx(millions, rel=0.005)
+
+
+@pytest.mark.parametrize(("name", "millions"), [("gemma3-1b", 999.9)])
+def test_shapes_of_other_families_have_the_published_sizes(name: str, millions: float) -> None:
+    assert count_parameters(read_config(FAMILY_SHAPES[name])[1]) / 1e6 == pytest.approx(millions, rel=0.0005)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_random_checkpoint_of_a_family_is_loaded(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "head_dim": 16}
+    write_random({**FAMILY_SHAPES["gemma3-1b"], **sizes}, tmp_path)
+    loaded = load(tmp_path, device=torch.device("cpu"), dtype=torch.bfloat16)
+    assert loaded.decoder.config.windows == (512,) * 5 + (None,)
 
 
 @pytest.mark.usefixtures("one_thread")

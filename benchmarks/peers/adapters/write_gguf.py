@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import safetensors
-from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, TokenType, get_tensor_name_map, quants
+from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, TokenType, get_tensor_name_map, quants
 from numpy.typing import NDArray
 
 _FORMATS = {
@@ -23,20 +23,32 @@ _FORMATS = {
 }
 
 
+_ARCHITECTURES = {
+    "gpt2": MODEL_ARCH.GPT2,
+    "llama": MODEL_ARCH.LLAMA,
+    "gemma3_text": MODEL_ARCH.GEMMA3,
+    "olmoe": MODEL_ARCH.OLMOE,
+}
+
+
 def main(directory: Path, precision: str, target: Path) -> None:
-    """Norms, biases and positions stay in float32, as in llama.cpp's own converter."""
+    """Norms, biases and positions stay in float32, as in llama.cpp's own converter, and so do routers."""
     config = json.loads((directory / "config.json").read_text())
-    is_gpt2 = config["model_type"] == "gpt2"
-    writer = GGUFWriter(target, config["model_type"])
+    family = config["model_type"]
+    architecture, is_gpt2 = _ARCHITECTURES[family], family == "gpt2"
+    writer = GGUFWriter(target, MODEL_ARCH_NAMES[architecture])
     (_write_gpt2 if is_gpt2 else _write_llama)(writer, config)
-    _write_tokenizer(writer, json.loads((directory / "tokenizer.json").read_text()))
     heads = config["n_head"] if is_gpt2 else config["num_attention_heads"]
     kv_heads = heads if is_gpt2 else config["num_key_value_heads"]
     layers = config["n_layer"] if is_gpt2 else config["num_hidden_layers"]
-    names = get_tensor_name_map(MODEL_ARCH.GPT2 if is_gpt2 else MODEL_ARCH.LLAMA, layers)
-    for name, values in _tensors(directory / "model.safetensors"):
-        values = convert_layout(name, values, heads=heads, kv_heads=kv_heads)
-        kind = _FORMATS[precision] if values.ndim == 2 and "wpe" not in name else GGMLQuantizationType.F32
+    names = get_tensor_name_map(architecture, layers)
+    tensors = dict(_stacked(_tensors(directory / "model.safetensors")))
+    rows = next(len(values) for name, values in tensors.items() if name.endswith(("embed_tokens.weight", "wte.weight")))
+    _write_tokenizer(writer, json.loads((directory / "tokenizer.json").read_text()), rows)
+    for name, values in tensors.items():
+        values = convert_layout(family, name, values, heads=heads, kv_heads=kv_heads)
+        is_matrix = values.ndim > 1 and "wpe" not in name and not name.endswith("mlp.gate.weight")
+        kind = _FORMATS[precision] if is_matrix else GGMLQuantizationType.F32
         gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert gguf_name, f"llama.cpp has no tensor like {name}"
         writer.add_tensor(gguf_name, quants.quantize(values, kind), raw_dtype=kind)
@@ -46,11 +58,29 @@ def main(directory: Path, precision: str, target: Path) -> None:
     writer.close()
 
 
-def convert_layout(name: str, values: NDArray[Any], *, heads: int, kv_heads: int) -> NDArray[Any]:
-    """Transposes GPT-2's matrices, and reorders rows: llama.cpp's RoPE pairs neighbors, Hugging Face's halves."""
-    if values.ndim == 2 and (".attn.c_" in name or ".mlp.c_" in name):
+def _stacked(tensors: Iterator[tuple[str, NDArray[Any]]]) -> Iterator[tuple[str, NDArray[Any]]]:
+    """One tensor [experts, rows, columns] instead of one for each expert."""
+    experts: dict[str, dict[int, NDArray[Any]]] = {}
+    for name, values in tensors:
+        before, is_expert, after = name.partition(".experts.")
+        if is_expert:
+            number, _, rest = after.partition(".")
+            experts.setdefault(f"{before}.experts.{rest}", {})[int(number)] = values
+        else:
+            yield name, values
+    for name, each in experts.items():
+        yield name, np.stack([each[number] for number in sorted(each)])
+
+
+def convert_layout(family: str, name: str, values: NDArray[Any], *, heads: int, kv_heads: int) -> NDArray[Any]:
+    """Transposes GPT-2's matrices, adds Gemma's 1 to norms, and reorders Llama's rows: llama.cpp's RoPE pairs neighbors
+    there, Hugging Face's halves.
+    """
+    if family == "gpt2" and values.ndim == 2 and (".attn.c_" in name or ".mlp.c_" in name):
         return np.ascontiguousarray(values.T)
-    if name.endswith(("self_attn.q_proj.weight", "self_attn.k_proj.weight")):
+    if family == "gemma3_text" and name.endswith("norm.weight"):
+        return values + 1
+    if family == "llama" and name.endswith(("self_attn.q_proj.weight", "self_attn.k_proj.weight")):
         halves = values.reshape(heads if "q_proj" in name else kv_heads, 2, -1, values.shape[1])
         return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))
     return values
@@ -63,12 +93,18 @@ def _write_llama(writer: GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(config["head_dim"])
-    writer.add_value_length(config["head_dim"])
-    writer.add_rope_dimension_count(config["head_dim"])
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
     writer.add_rope_freq_base({**config, **config.get("rope_parameters", {})}["rope_theta"])  # transformers 4 and 5
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
+    if window := config.get("sliding_window"):
+        writer.add_sliding_window(window)
+    if experts := config.get("num_experts"):
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
 
 
 def _write_gpt2(writer: GGUFWriter, config: dict[str, Any]) -> None:
@@ -80,11 +116,12 @@ def _write_gpt2(writer: GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_layer_norm_eps(config["layer_norm_epsilon"])
 
 
-def _write_tokenizer(writer: GGUFWriter, raw: dict[str, Any]) -> None:
-    """Byte-level BPE; the pre-tokenizer is nearly that of Llama 3."""
+def _write_tokenizer(writer: GGUFWriter, raw: dict[str, Any], rows: int) -> None:
+    """Byte-level BPE, with a pre-tokenizer like Llama 3. llama.cpp wants a token for each row of the embedding."""
     ids: dict[str, int] = raw["model"]["vocab"]
     special = {token["content"] for token in raw["added_tokens"]}
     tokens = sorted(ids, key=lambda token: ids[token])
+    tokens += [f"[unused {number}]" for number in range(rows - len(tokens))]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("llama-bpe")
     writer.add_token_list(tokens)
