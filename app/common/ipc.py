@@ -111,7 +111,7 @@ class Ready(Struct, frozen=True, kw_only=True, array_like=True, tag="ready"):
     block_size: int
     has_encoder: bool
     numerics: str
-    """Compute backend: "torch", "native2-" and the CPU level, or "triton-", its version, a key of the kernels' sources
+    """Compute backend: "torch2", "native3-" and the CPU level, or "triton-", its version, a key of the kernels' sources
     and the GPU's compute capability; then the number format, "-int8" or "-fp8" if weights are quantized, "-long" or
     "-short" for a longrope, and "-deterministic" if all steps on a GPU have one shape."""
     numerics_reason: str

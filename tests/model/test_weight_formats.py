@@ -64,5 +64,5 @@ def test_numerics_end_in_the_number_format_and_the_value_of_quantize(quantize: Q
     """Receipts name these: another name would refuse to repeat them."""
     shape = CacheShape(shape=tiny_config(), context=256, block_size=16, max_running=1, dtype="bfloat16")
     config = WorkerConfig(weights="", quantize=quantize)
-    assert full_numerics("native2-amx", shape, config) == f"native2-amx-bfloat16{suffix}"
-    assert full_numerics("torch", shape, config, "deterministic") == f"torch-bfloat16{suffix}-deterministic"
+    assert full_numerics("native3-amx", shape, config) == f"native3-amx-bfloat16{suffix}"
+    assert full_numerics("torch2", shape, config, "deterministic") == f"torch2-bfloat16{suffix}-deterministic"

@@ -32,7 +32,7 @@ from tests.support.pseudo_terminal import PseudoTerminal, on_terminal
 READY = Ready(
     context=2048, vocab_size=320, n_params=8_700_000, dtype="bfloat16", device="2 x GPU", model_version=Version("v"),
     eos_ids=(0,), start_id=0, sampling_defaults={}, blocks_total=8, block_size=16, has_encoder=False,
-    numerics="native2-avx512-bfloat16", numerics_reason="", waits_for_build=False,
+    numerics="native3-avx512-bfloat16", numerics_reason="", waits_for_build=False,
 )  # fmt: skip
 
 

@@ -1,14 +1,15 @@
 """Executor of steps in torch, with a paged KV cache: the reference, and the only one for models with an encoder.
 
 Shape legend: T tokens of the step, D width, V vocabulary, H query heads, K kv heads, G = H / K, C head_dim, B sequences
-of a row group, N query tokens of each, R = G * N rows of one kv head, L kv positions of a group (whole tiles of 64), X
-flattened.
+of a row group, N query tokens of each, R = G * N rows of one kv head, L kv positions of a group (whole tiles of 64), S
+those of a span, X flattened.
 
 Batch invariance (docs/numbers.md): the bits of a row depend on its own tokens only. Its requirements, measured on torch
 2.13 with AVX512-BF16: one formula for prefill and decode; L in whole tiles with masked scores; float32 rows in fours,
 bfloat16 rows in pairs (single rows differ if 1,536 or more numbers are summed); no product so small that torch uses
-another formula for it; and the product with v in pieces of fixed length, added in order, since its bits depend on the
-length of the sum (float32 from 256 keys on, bfloat16 from 576 on).
+another formula for it; the product with v in pieces of fixed length, added in order, since its bits depend on the
+length of the sum (float32 from 256 keys on, bfloat16 from 576 on); and softmax over spans of 512 positions, which begin
+at position 0 and are merged in order: a span of masked keys changes nothing.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from model.nn.interpreter import Interpreter
 from model.nn.layers import cache_attributes, row_invariant
 from model.nn.transformer import Decoder
 
+_SPAN = 512
+"""Positions whose softmax is computed together. Memory for scores does not depend on the length."""
 _PIECE = {torch.float32: 128, torch.bfloat16: 512}
 _ATTENTION_ROWS = {torch.float32: 4, torch.bfloat16: 1}
 _LINEAR_ROWS = {torch.float32: 4, torch.bfloat16: 2}
@@ -163,24 +166,86 @@ def _group_chunks(chunks: Items[Chunk]) -> list[list[Chunk]]:
     return [*decodes.values(), *singles]
 
 
+class _Partial(NamedTuple):
+    """Attention over some positions."""
+
+    best_XR1: Tensor
+    """Largest score in float32; -inf where all are masked."""
+    total_XR1: Tensor
+    """Sum of exp(score - best); 0 where all are masked."""
+    out_XRC: Tensor
+    """softmax(scores) v in float32; zeros where all are masked."""
+
+
 def _attend(cache: KVCache, layer: int, group: RowGroup, q_TKGC: Tensor) -> Tensor:
     """[batch * length, H, C]."""
     batch, length = group.batch, group.length
     n_kv, n_group, head_dim = q_TKGC.shape[1:]
     q_XRC = q_TKGC.unflatten(0, (batch, length)).transpose(1, 2).reshape(batch * n_kv, length * n_group, head_dim)
     n_rows = _rows(q_XRC.shape[1], _ATTENTION_ROWS[q_XRC.dtype], _SMALL_PRODUCT[q_XRC.dtype] // (TILE * head_dim) + 1)
-    q_XRC = F.pad(q_XRC, (0, 0, 0, n_rows - q_XRC.shape[1]))
-    k_XLC = cache.gather(layer, 0, group.block_rows_X, batch)
-    scores_XRL = torch.bmm(q_XRC, k_XLC.transpose(1, 2))[:, : length * n_group]
-    if (cap := cache.config.attention_soft_cap) is not None:
-        scores_XRL = _capped(scores_XRL, cap)
-    scores_BKNGL = scores_XRL.view(batch, n_kv, length, n_group, -1) + group.hidden_B1NL.unsqueeze(3)
-    weights_XRL = scores_BKNGL.softmax(-1).to(q_XRC.dtype).view(batch * n_kv, length * n_group, -1)
-    weights_XRL = F.pad(weights_XRL, (0, 0, 0, n_rows - length * n_group))
-    v_XLC = cache.gather(layer, 1, group.block_rows_X, batch)
-    out_XRC = _product_in_pieces(weights_XRL, v_XLC)[:, : length * n_group]
+    padded_XRC = F.pad(q_XRC, (0, 0, 0, n_rows - q_XRC.shape[1]))
+    n_positions = group.hidden_B1NL.shape[-1]
+    if n_positions <= _SPAN:
+        out_XRC, _, _ = _attend_to_span(cache, layer, group, padded_XRC, 0, n_positions)
+    else:
+        out_XRC = _attend_to_spans(cache, layer, group, padded_XRC).to(q_XRC.dtype)
     out_BNHC = out_XRC.reshape(batch, n_kv, length, n_group, head_dim).transpose(1, 2)
     return out_BNHC.reshape(-1, n_kv * n_group, head_dim)
+
+
+def _attend_to_spans(cache: KVCache, layer: int, group: RowGroup, q_XRC: Tensor) -> Tensor:
+    """[X, R, C] in float32, without the padding rows of q."""
+    merged = None
+    for start in range(0, n_positions := group.hidden_B1NL.shape[-1], _SPAN):
+        stop = min(start + _SPAN, n_positions)
+        out_XRC, scores_XRS, weights_XRS = _attend_to_span(cache, layer, group, q_XRC, start, stop)
+        best_XR1 = scores_XRS.amax(-1, keepdim=True)
+        is_masked_XR1 = best_XR1 == float("-inf")
+        out_XRC = out_XRC.float().masked_fill(is_masked_XR1, 0.0)
+        # The largest weight is exp(0) / total. A sum of exp() itself would depend on the number of positions.
+        total_XR1 = (1 / weights_XRS.amax(-1, keepdim=True)).masked_fill(is_masked_XR1, 0.0)
+        partial = _Partial(best_XR1, total_XR1, out_XRC)
+        merged = partial if merged is None else _merged(merged, partial)
+    assert merged
+    return merged.out_XRC
+
+
+def _attend_to_span(
+    cache: KVCache, layer: int, group: RowGroup, q_XRC: Tensor, start: int, stop: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """softmax(scores) v [X, R, C], scores and softmax(scores) [X, R, S] in float32, without the padding rows of q.
+
+    NaN where all positions of the span are masked.
+    """
+    batch, n_kv, n_group = group.batch, cache.config.n_kv_heads, cache.config.n_heads // cache.config.n_kv_heads
+    n_rows = group.length * n_group
+    blocks_XB = group.block_rows_X.view(batch * n_kv, -1)[:, start // cache.block_size : stop // cache.block_size]
+    k_XSC = cache.gather(layer, 0, blocks_XB.flatten(), batch)
+    scores_XRS = torch.bmm(q_XRC, k_XSC.transpose(1, 2))[:, :n_rows]
+    if (cap := cache.config.attention_soft_cap) is not None:
+        scores_XRS = _capped(scores_XRS, cap)
+    scores_BKNGS = scores_XRS.view(batch, n_kv, group.length, n_group, -1) + group.hidden_B1NL[
+        ..., start:stop
+    ].unsqueeze(3)
+    scores_XRS = scores_BKNGS.view(batch * n_kv, n_rows, -1)
+    weights_XRS = scores_XRS.softmax(-1)
+    padded_XRS = F.pad(weights_XRS.to(q_XRC.dtype), (0, 0, 0, q_XRC.shape[1] - n_rows))
+    v_XSC = cache.gather(layer, 1, blocks_XB.flatten(), batch)
+    return _product_in_pieces(padded_XRS, v_XSC)[:, :n_rows], scores_XRS, weights_XRS
+
+
+def _merged(a: _Partial, b: _Partial) -> _Partial:
+    """Attention over the positions of both. A span of masked positions leaves the other as it is, bit for bit."""
+    best_XR1 = torch.maximum(a.best_XR1, b.best_XR1)
+    finite_XR1 = best_XR1.clamp(min=torch.finfo(torch.float32).min)
+    old_XR1, new_XR1 = (
+        row_invariant(torch.exp, (each.best_XR1 - finite_XR1).flatten(1)).unsqueeze(2) * each.total_XR1
+        for each in (a, b)
+    )
+    total_XR1 = old_XR1 + new_XR1
+    divisor_XR1 = total_XR1.masked_fill(total_XR1 == 0, 1.0)
+    out_XRC = a.out_XRC * (old_XR1 / divisor_XR1) + b.out_XRC * (new_XR1 / divisor_XR1)
+    return _Partial(best_XR1, total_XR1, out_XRC)
 
 
 def _capped(scores_XRL: Tensor, cap: float) -> Tensor:
@@ -190,16 +255,17 @@ def _capped(scores_XRL: Tensor, cap: float) -> Tensor:
 
 
 def _row_group(cache: KVCache, index: int, chunks: Items[Chunk]) -> RowGroup:
-    """The chunks' blocks in the cache of the group `index`.
+    """The chunks' blocks in the cache of the group `index`, from the first span on that a row attends to.
 
-    All blocks from the first on are read: those that a window has passed are null blocks, since a weight of 0 hides
-    only finite values.
+    Those that a window has passed are null blocks, since a weight of 0 hides only finite values.
     """
     device, length = cache.data.device, chunks[0].stop - chunks[0].start
     kv_length = max(_tiles(chunk.stop) for chunk in chunks) * TILE
-    per_row = kv_length // cache.block_size
+    oldest = min(chunk.start for chunk in chunks) - cache.window + 1 if cache.window else 0
+    first = max(oldest, 0) // _SPAN * _SPAN
+    passed, per_row = first // cache.block_size, kv_length // cache.block_size
     tables = [chunk.sequence.blocks for chunk in chunks]
-    rows = [_padded(table[index] if table else array("i"), per_row, cache.padding_block) for table in tables]
+    rows = [_padded(table[index] if table else array("i"), per_row, cache.padding_block)[passed:] for table in tables]
     starts_B11 = torch.tensor([chunk.start for chunk in chunks], device=device)[:, None, None]
     positions_BN1 = starts_B11 + torch.arange(length, device=device)[None, :, None]
     hidden_BNL = masked_positions(positions_BN1, kv_length, cache.window)
@@ -207,7 +273,7 @@ def _row_group(cache: KVCache, index: int, chunks: Items[Chunk]) -> RowGroup:
         batch=len(chunks),
         length=length,
         block_rows_X=cache.block_rows(torch.tensor(rows, device=device)),
-        hidden_B1NL=as_addend(hidden_BNL.unsqueeze(1)),
+        hidden_B1NL=as_addend(hidden_BNL[..., first:].unsqueeze(1)),
     )
 
 

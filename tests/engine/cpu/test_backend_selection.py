@@ -45,12 +45,12 @@ def _choose(
 
 def test_kernels_torch_ignores_libraries(cache_dir: Path) -> None:
     choice = _choose("torch", Libraries(found=find_or_build(cache_dir), cache_dir=cache_dir))
-    assert (choice.library, choice.numerics, choice.waits_for_build) == (None, "torch", False)
+    assert (choice.library, choice.numerics, choice.waits_for_build) == (None, "torch2", False)
 
 
 def test_auto_uses_a_found_library_and_builds_none(cache_dir: Path) -> None:
     choice = _choose("auto", Libraries(cache_dir=cache_dir))
-    assert (choice.library, choice.numerics, choice.waits_for_build) == (None, "torch", True)
+    assert (choice.library, choice.numerics, choice.waits_for_build) == (None, "torch2", True)
     assert not cache_dir.exists()
     library = find_or_build(cache_dir)
     assert _choose("auto", Libraries(cache_dir=cache_dir)) == choice, (
@@ -58,7 +58,7 @@ def test_auto_uses_a_found_library_and_builds_none(cache_dir: Path) -> None:
     )
     choice = _choose("auto", Libraries(found=library, cache_dir=cache_dir))
     assert (choice.library, choice.waits_for_build) == (library, False)
-    assert choice.numerics == f"native2-{this_level().name}"
+    assert choice.numerics == f"native3-{this_level().name}"
 
 
 def test_auto_without_torch_builds_a_missing_library_and_waits(

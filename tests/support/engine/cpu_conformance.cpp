@@ -9,7 +9,7 @@
 namespace {
 
 constexpr int kHeads = 4, kKvHeads = 2, kHeadWidth = 20, kPaddedHead = 32, kWidth = 70, kMlp = 90, kVocab = 300;
-constexpr int kLayers = 2, kCacheBlocks = 12, kContext = 96, kQkvWidth = (kHeads + 2 * kKvHeads) * kHeadWidth;
+constexpr int kLayers = 2, kCacheBlocks = 24, kContext = 288, kQkvWidth = (kHeads + 2 * kKvHeads) * kHeadWidth;
 
 // Philox, so that inputs do not depend on a standard library.
 double next_number() {
@@ -94,11 +94,11 @@ class Model {
     }
     ~Model() { ink_close(executor_); }
 
-    // A prompt; then its next token beside the prompt of a second sequence.
+    // A prompt over two spans of attention; then its next token beside the prompt of a second sequence.
     void run(Digest& digest) {
-        const int32_t first[] = {4, 1, 7}, second[] = {0, 3, 9, 2};
+        const int32_t first[] = {4, 1, 7, 5, 6, 8, 10, 11, 12, 20, 14, 15, 16, 17, 18, 19, 13}, second[] = {0, 3, 9, 2};
         const int64_t one = reinterpret_cast<int64_t>(first), other = reinterpret_cast<int64_t>(second);
-        const std::vector<std::vector<int64_t>> steps = {{37, 0, one}, {1, 37, one, 53, 0, other}};
+        const std::vector<std::vector<int64_t>> steps = {{267, 0, one}, {1, 267, one, 53, 0, other}};
         for (const auto& chunks : steps) {
             int rows = 0;
             for (size_t i = 0; i < chunks.size(); i += 3) rows += int(chunks[i]);

@@ -1,8 +1,12 @@
 // Paged attention over blocks of 16 keys and values.
 //
 // A block of one kv head: keys [C / step][16][step], so that 16 scores are one vector; values [16 / step][C][step],
-// where step is 2 (pairs) in bfloat16 and 1 in float32. A row adds up its own keys in order, in 16 parallel sums, from
-// its window's first block on; masked keys get a weight of exactly 0, so a tile may include them: batch invariance.
+// where step is 2 (pairs) in bfloat16 and 1 in float32.
+//
+// Keys are processed in spans of 256 positions, from position 0 on. A row has a largest score, a sum of weights and a
+// weighted sum of values for each span, over its own keys in order; they are merged span by span. Masked keys get a
+// weight of exactly 0, and a span of masked keys changes nothing, so a tile may include them: batch invariance. Scratch
+// memory does not depend on the length, and the rows of a task share a span while it is in the L2 cache.
 #pragma once
 
 #include "elementwise.h"
@@ -10,15 +14,33 @@
 
 namespace ink {
 
-constexpr int kBlock = 16;
+constexpr int kBlock = 16, kSpan = 256, kSpanBlocks = kSpan / kBlock;
+constexpr int kSpanStride = kSpan + kLanes;  // of scores: rows in the same lines of the L1 cache would evict each other
+constexpr int kMostQueries = 192;            // of a task
+
+// Vectors of keys, and of the head, at once: as many sums of R rows as the registers hold.
 #if defined(__AVX512F__)
-constexpr int kVectorRows = 6, kBlocksAtOnce = 4;
+template <class W>
+constexpr int kVectorRows = 12;
+template <int R>
+constexpr int kVectorsAtOnce = R > 6 ? 2 : 4;
 #else
-constexpr int kVectorRows = 2, kBlocksAtOnce = 2;
+template <class W>
+constexpr int kVectorRows = W::kStep > 1 ? 4 : 6;  // pairs also need registers for their halves
+template <int R>
+constexpr int kVectorsAtOnce = R > 2 ? 1 : 2;
+#endif
+
+#if defined(__AMX_BF16__)
+template <class W>
+constexpr bool kInTiles = std::is_same_v<typename W::Number, bf16>;
+#else
+template <class W>
+constexpr bool kInTiles = false;
 #endif
 // Query rows at once.
 template <class W>
-constexpr int kQueryRows = W::kUnit > 1 ? 16 : kVectorRows;
+constexpr int kQueryRows = kInTiles<W> ? 32 : kVectorRows<W>;
 
 // The blocks of one sequence in one layer, for one kv head.
 template <class W>
@@ -49,63 +71,6 @@ void store_kv(const InkShape& h, const float* k, const float* v, typename W::Num
     }
 }
 
-// scores [R][n_blocks * 16] of R query rows, from block `first` on.
-template <class W, int R>
-void compute_scores(const InkShape& h, const Blocks<W>& blocks, const typename W::Number* const* queries, int first,
-                    int n_blocks, float* scores, long stride) {
-    for (int b = 0; b < n_blocks; b += kBlocksAtOnce) {
-        const char *keys[kBlocksAtOnce], *next[kBlocksAtOnce];
-        for (int i = 0; i < kBlocksAtOnce; i++) {
-            keys[i] = reinterpret_cast<const char*>(blocks.key(first + std::min(b + i, n_blocks - 1)));
-            next[i] = reinterpret_cast<const char*>(blocks.key(first + std::min(b + i + kBlocksAtOnce, n_blocks - 1)));
-        }
-        Floats sums[R][kBlocksAtOnce] = {};
-        for (int s = 0; s < h.padded_head / W::kStep; s++) {
-            typename W::Operand k[kBlocksAtOnce];
-            for (int i = 0; i < kBlocksAtOnce; i++) {
-                k[i] = W::weights(keys[i] + s * W::kBytes);
-                __builtin_prefetch(next[i] + s * W::kBytes);
-            }
-#pragma GCC unroll 6
-            for (int r = 0; r < R; r++) {
-                const typename W::Operand q = W::broadcast(queries[r] + s * W::kStep);
-#pragma GCC unroll 4
-                for (int i = 0; i < kBlocksAtOnce; i++) sums[r][i] = W::add(k[i], q, sums[r][i]);
-            }
-        }
-        for (int r = 0; r < R; r++)
-            for (int i = 0; i < kBlocksAtOnce && b + i < n_blocks; i++)
-                store(scores + r * stride + (b + i) * kBlock, sums[r][i]);
-    }
-}
-
-// Scales the scores of one row, turns them into softmax weights without the division, and returns their sum. The first
-// key is `start`.
-template <class Number>
-float softmax(float* scores, const InkOperation& op, int length, int start, int position, Number* weights) {
-    const float scale = op.attention_scale, cap = op.attention_cap;
-    const int oldest = op.window ? position - op.window + 1 : 0;
-    const Floats neg_inf = -__builtin_inff();
-    Floats best = neg_inf;
-    for (int i = 0; i < length; i += kLanes) {
-        const int key = start + i;
-        Floats s = load(scores + i) * scale;
-        if (cap > 0) s = tanh(s / cap) * cap;
-        if (key + kLanes > position + 1 || key < oldest)
-            s = first_lanes(oldest - key, neg_inf, first_lanes(position + 1 - key, s, neg_inf));
-        store(scores + i, s);
-        best = larger(best, s);
-    }
-    const float row_max = largest(best);
-    Floats total = {};
-    for (int i = 0; i < length; i += kLanes) {
-        const Floats weight = exp(load(scores + i) - row_max);
-        total += weight;
-        convert_store(weight, weights + i);
-    }
-    return sum(total);
-}
-
 // Stores the numbers of one head from `column` on, without its padding.
 template <class Number>
 INK_INLINE void store_output(const InkShape& h, const Floats& x, int column, Number* output) {
@@ -115,70 +80,178 @@ INK_INLINE void store_output(const InkShape& h, const Floats& x, int column, Num
         std::memcpy(output + column, numbers, left * sizeof *numbers);
 }
 
-// outputs += weights [R][length] times values, P vectors of the head from `column` on.
+// Query rows of one kv head and one chunk, in order of their positions.
+template <class Number>
+struct Queries {
+    int count;
+    int positions[kMostQueries];
+    const Number* rows[kMostQueries];
+    Number* outputs[kMostQueries];
+};
+
+// What the rows of a task have over some keys: largest score (to the base 2) and sum of weights. Lanes beyond the rows
+// of a tile may belong to other tiles.
+template <int N>
+struct Statistics {
+    float best[N + kLanes], total[N + kLanes];
+    explicit Statistics(int rows) {
+        std::fill_n(best, rows + kLanes, -__builtin_inff());
+        std::fill_n(total, rows + kLanes, 0.0f);
+    }
+};
+
+// Factors of the values so far and of a span's values.
+struct Factors {
+    float old[kLanes], added[kLanes];
+};
+
+// Merges the statistics of 16 rows over a span. Masked spans leave them as they are, and their factors are 1 and 0.
+INK_INLINE Factors merge(float* best, float* total, const float* span_best, const float* span_total) {
+    const Floats most = larger(load(best), load(span_best)), finite = larger(most, -__FLT_MAX__);
+    const Floats old = exp2(load(best) - finite), added = exp2(load(span_best) - finite);
+    store(best, most);
+    store(total, load(total) * old + load(span_total) * added);
+    Factors factors;
+    store(factors.old, old), store(factors.added, added);
+    return factors;
+}
+
+// scores [R][n_blocks * 16] of R query rows, from block `first` on.
+template <class W, int R>
+void compute_scores(const InkShape& h, const Blocks<W>& blocks, const typename W::Number* const* queries, int first,
+                    int n_blocks, float* scores) {
+    constexpr int N = kVectorsAtOnce<R>;
+    for (int b = 0; b < n_blocks; b += N) {
+        const char *keys[N], *next[N];
+        for (int i = 0; i < N; i++) {
+            keys[i] = reinterpret_cast<const char*>(blocks.key(first + std::min(b + i, n_blocks - 1)));
+            next[i] = reinterpret_cast<const char*>(blocks.key(first + std::min(b + i + N, n_blocks - 1)));
+        }
+        Floats sums[R][N] = {};
+        for (int s = 0; s < h.padded_head / W::kStep; s++) {
+            typename W::Operand k[N];
+            for (int i = 0; i < N; i++) {
+                k[i] = W::weights(keys[i] + s * W::kBytes);
+                __builtin_prefetch(next[i] + s * W::kBytes);
+            }
+#pragma GCC unroll 12
+            for (int r = 0; r < R; r++) {
+                const typename W::Operand q = W::broadcast(queries[r] + s * W::kStep);
+#pragma GCC unroll 4
+                for (int i = 0; i < N; i++) sums[r][i] = W::add(k[i], q, sums[r][i]);
+            }
+        }
+#pragma GCC unroll 12
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+            for (int i = 0; i < N; i++) store(scores + r * kSpanStride + (b + i) * kBlock, sums[r][i]);
+    }
+}
+
+// Replaces the scores of one row by softmax weights without the division. The first key is `start`. Stores the largest
+// score to the base 2, and the sum of the weights.
+template <class Number>
+void softmax(float* scores, const InkOperation& op, int length, int start, int position, float& row_best,
+             float& row_total) {
+    constexpr float kLog2E = 1.44269504088896341f;
+    const Floats neg_inf = -__builtin_inff();
+    float scale = op.attention_scale * kLog2E;
+    if (const float cap = op.attention_cap; cap > 0) {
+        for (int i = 0; i < length; i += kLanes)
+            store(scores + i, tanh(load(scores + i) * op.attention_scale / cap) * cap);
+        scale = kLog2E;
+    }
+    const int oldest = op.window ? position - op.window + 1 : 0;
+    if (start < oldest || start + length > position + 1)
+        for (int i = 0; i < length; i += kLanes)
+            if (const int key = start + i; key + kLanes > position + 1 || key < oldest)
+                store(scores + i, first_lanes(oldest - key, neg_inf,
+                                              first_lanes(position + 1 - key, load(scores + i), neg_inf)));
+    Floats best = neg_inf;
+    for (int i = 0; i < length; i += kLanes) best = larger(best, load(scores + i));
+    row_best = largest(best) * scale;
+    const Floats shift = row_best > -__FLT_MAX__ ? -row_best : __FLT_MAX__;
+    Number* weights = reinterpret_cast<Number*>(scores);
+    Floats total = {};
+    for (int i = 0; i < length; i += kLanes) {
+        const Floats weight = exp2(fma(load(scores + i), scale, shift));
+        total += weight;
+        convert_store(weight, weights + i);
+    }
+    row_total = sum(total);
+}
+
+// values * old factor + (weights [R][n_blocks * 16] times values of the span) * added factor, for P vectors of the head
+// from `column` on. values: [R][padded head].
 template <class W, int R, int P>
-void accumulate_values(const InkShape& h, const Blocks<W>& blocks, const typename W::Number* weights, long stride,
-                       int first, int n_blocks, int column, const float* totals,
-                       typename W::Number* const* outputs) {
+void accumulate_values(const InkShape& h, const Blocks<W>& blocks, const float* scores, int first, int n_blocks,
+                       int column, const Factors& factors, float* values) {
+    constexpr long kStride = kSpanStride * sizeof(float) / sizeof(typename W::Number);
+    const typename W::Number* weights = reinterpret_cast<const typename W::Number*>(scores);
     Floats sums[R][P] = {};
     for (int b = 0; b < n_blocks; b++) {
         const auto at = [&](int block) {
             return reinterpret_cast<const char*>(blocks.value(first + block) + long(column) * W::kStep);
         };
-        const char *values = at(b), *next = at(std::min(b + 4, n_blocks - 1));
+        const char *from = at(b), *next = at(std::min(b + (R > 2 ? 2 : 4), n_blocks - 1));
         for (int s = 0; s < kBlock / W::kStep; s++) {
             typename W::Operand v[P];
             for (int i = 0; i < P; i++) {
                 const long offset = (long(s) * h.padded_head + i * kLanes) * (W::kBytes / kLanes);
-                v[i] = W::weights(values + offset);
+                v[i] = W::weights(from + offset);
                 __builtin_prefetch(next + offset);
             }
-#pragma GCC unroll 6
+#pragma GCC unroll 12
             for (int r = 0; r < R; r++) {
-                const typename W::Operand p = W::broadcast(weights + r * stride + b * kBlock + s * W::kStep);
+                const typename W::Operand p = W::broadcast(weights + r * kStride + b * kBlock + s * W::kStep);
 #pragma GCC unroll 4
                 for (int i = 0; i < P; i++) sums[r][i] = W::add(v[i], p, sums[r][i]);
             }
         }
     }
+#pragma GCC unroll 12
     for (int r = 0; r < R; r++)
-        for (int i = 0; i < P; i++) store_output(h, sums[r][i] / totals[r], column + i * kLanes, outputs[r]);
+#pragma GCC unroll 4
+        for (int i = 0; i < P; i++) {
+            float* to = values + r * h.padded_head + column + i * kLanes;
+            store(to, fma(load(to), factors.old[r], sums[r][i] * factors.added[r]));
+        }
 }
 
-// R query rows of one kv head at `positions`. scratch: 2 * R * (keys in whole blocks) floats.
+// Adds the keys and values of n_blocks blocks of a span to the first R rows of `queries`.
 template <class W, int R>
-void attend(const InkShape& h, const InkOperation& op, const Blocks<W>& blocks,
-            const typename W::Number* const* queries, const int* positions, typename W::Number* const* outputs,
-            float* scratch) {
-    using Number = typename W::Number;
-    const int last = *std::max_element(positions, positions + R), least = *std::min_element(positions, positions + R);
-    const int first = op.window ? std::max(0, least - op.window + 1) / kBlock : 0;
-    const int n_blocks = last / kBlock + 1 - first, length = n_blocks * kBlock;
-    float totals[R];
-    Number* weights = reinterpret_cast<Number*>(scratch + long(R) * length);
-    compute_scores<W, R>(h, blocks, queries, first, n_blocks, scratch, length);
+void attend_to_span(const InkShape& h, const InkOperation& op, const Blocks<W>& blocks,
+                    const typename W::Number* const* queries, const int* positions, int first, int n_blocks,
+                    float* best, float* total, float* values, float* scores) {
+    compute_scores<W, R>(h, blocks, queries, first, n_blocks, scores);
+    Statistics<0> span(0);
     for (int r = 0; r < R; r++)
-        totals[r] = softmax(scratch + long(r) * length, op, length, first * kBlock, positions[r],
-                            weights + long(r) * length);
+        softmax<typename W::Number>(scores + r * kSpanStride, op, n_blocks * kBlock, first * kBlock, positions[r],
+                                    span.best[r], span.total[r]);
+    const Factors factors = merge(best, total, span.best, span.total);
+    constexpr int P = kVectorsAtOnce<R>;
     int column = 0;
-    for (; column + 4 * kLanes <= h.padded_head; column += 4 * kLanes)
-        accumulate_values<W, R, 4>(h, blocks, weights, length, first, n_blocks, column, totals, outputs);
+    for (; column + P * kLanes <= h.padded_head; column += P * kLanes)
+        accumulate_values<W, R, P>(h, blocks, scores, first, n_blocks, column, factors, values);
     for (; column < h.padded_head; column += kLanes)
-        accumulate_values<W, R, 1>(h, blocks, weights, length, first, n_blocks, column, totals, outputs);
+        accumulate_values<W, R, 1>(h, blocks, scores, first, n_blocks, column, factors, values);
 }
 
 #if defined(__AMX_BF16__)
 // Pairs of a tile: the keys of a block, so that a row's sums do not depend on where its first block is.
 constexpr int kAttentionSteps = kBlock / 2;
 
-// scores [rows][stride] of queries [rows][padded head], from block `first` on, in groups of 4 blocks.
-inline void compute_scores_in_tiles(const InkShape& h, const Blocks<BF16>& blocks, const bf16* queries, int first,
-                                    int n_blocks, float* scores, long stride) {
-    for (int b = 0; b < n_blocks; b += 4) {
-        const bf16 *keys[4], *next[4];
-        for (int i = 0; i < 4; i++) {
+// scores [rows][n_blocks * 16] of queries [rows][padded head], from block `first` on. 17 to 32 rows (IS_PAIR) take two
+// blocks at once, fewer take four.
+template <bool IS_PAIR>
+void compute_scores_in_tiles(const InkShape& h, const Blocks<BF16>& blocks, const bf16* queries, int first,
+                             int n_blocks, float* scores) {
+    constexpr int N = IS_PAIR ? 2 : 4;
+    for (int b = 0; b < n_blocks; b += N) {
+        const bf16 *keys[N], *next[N];
+        for (int i = 0; i < N; i++) {
             keys[i] = blocks.key(first + std::min(b + i, n_blocks - 1));
-            next[i] = blocks.key(first + std::min(b + i + 4, n_blocks - 1));
+            next[i] = blocks.key(first + std::min(b + i + N, n_blocks - 1));
         }
         zero_sums();
         for (int c = 0; c < h.padded_head; c += 2 * kAttentionSteps) {
@@ -187,77 +260,170 @@ inline void compute_scores_in_tiles(const InkShape& h, const Blocks<BF16>& block
             _tile_loadd(7, keys[1] + c * kBlock, 64);
             _tile_dpbf16ps(0, 4, 6);
             _tile_dpbf16ps(1, 4, 7);
-            _tile_loadd(6, keys[2] + c * kBlock, 64);
-            _tile_loadd(7, keys[3] + c * kBlock, 64);
-            _tile_dpbf16ps(2, 4, 6);
-            _tile_dpbf16ps(3, 4, 7);
+            if constexpr (IS_PAIR) {
+                _tile_loadd(5, queries + kTileRows * h.padded_head + c, h.padded_head * 2);
+                _tile_dpbf16ps(2, 5, 6);
+                _tile_dpbf16ps(3, 5, 7);
+            } else {
+                _tile_loadd(6, keys[2] + c * kBlock, 64);
+                _tile_loadd(7, keys[3] + c * kBlock, 64);
+                _tile_dpbf16ps(2, 4, 6);
+                _tile_dpbf16ps(3, 4, 7);
+            }
             for (const bf16* each : next)
                 for (int i = 0; i < kAttentionSteps; i++) __builtin_prefetch(each + c * kBlock + i * 32);
         }
-        store_sums(scores + b * kBlock, stride * 4);
+        float* to = scores + b * kBlock;
+        if constexpr (IS_PAIR) {
+            float* others = to + kTileRows * kSpanStride;
+            _tile_stored(0, to, kSpanStride * 4);
+            _tile_stored(1, to + kBlock, kSpanStride * 4);
+            _tile_stored(2, others, kSpanStride * 4);
+            _tile_stored(3, others + kBlock, kSpanStride * 4);
+        } else {
+            store_sums(to, kSpanStride * 4);
+        }
     }
 }
 
-// sums [rows][4] vectors: weights [rows][stride] times up to 4 vectors of the values from `column` on.
-inline void add_values_in_tiles(const InkShape& h, const Blocks<BF16>& blocks, const bf16* weights, long stride,
-                                int first, int n_blocks, int column, Floats* sums) {
-    const int vectors = (h.padded_head - column) / kLanes;
+// sums: weights [rows][n_blocks * 16] times the values from `column` on: [rows][4] vectors, of which some may be
+// missing; for 17 to 32 rows (IS_PAIR) [rows][2].
+template <bool IS_PAIR>
+void multiply_values_in_tiles(const InkShape& h, const Blocks<BF16>& blocks, const float* scores, int first,
+                              int n_blocks, int column, Floats* sums) {
+    constexpr int N = IS_PAIR ? 2 : 4;
+    constexpr long kRowBytes = kSpanStride * sizeof(float);
+    const char* weights = reinterpret_cast<const char*>(scores);
+    const int vectors = std::min(N, (h.padded_head - column) / kLanes);
     const long row_bytes = h.padded_head * 4;
     zero_sums();
-    for (int b = 0; b < n_blocks; b++) {
+    for (int b = 0; b < n_blocks; b++, weights += kBlock * 2) {
         const auto at = [&](int block) {
             return reinterpret_cast<const char*>(blocks.value(first + block) + column * 2);
         };
-        const char *values = at(b), *next = at(std::min(b + 4, n_blocks - 1));
-        _tile_loadd(4, weights + b * kBlock, stride * 2);
+        const char *values = at(b), *next = at(std::min(b + N, n_blocks - 1));
+        _tile_loadd(4, weights, kRowBytes);
         _tile_loadd(6, values, row_bytes);
         _tile_dpbf16ps(0, 4, 6);
         if (vectors > 1) {
             _tile_loadd(7, values + 64, row_bytes);
             _tile_dpbf16ps(1, 4, 7);
         }
-        if (vectors > 2) {
-            _tile_loadd(6, values + 128, row_bytes);
-            _tile_dpbf16ps(2, 4, 6);
-        }
-        if (vectors > 3) {
-            _tile_loadd(7, values + 192, row_bytes);
-            _tile_dpbf16ps(3, 4, 7);
+        if constexpr (IS_PAIR) {
+            _tile_loadd(5, weights + kTileRows * kRowBytes, kRowBytes);
+            _tile_dpbf16ps(2, 5, 6);
+            if (vectors > 1) _tile_dpbf16ps(3, 5, 7);
+        } else {
+            if (vectors > 2) {
+                _tile_loadd(6, values + 128, row_bytes);
+                _tile_dpbf16ps(2, 4, 6);
+            }
+            if (vectors > 3) {
+                _tile_loadd(7, values + 192, row_bytes);
+                _tile_dpbf16ps(3, 4, 7);
+            }
         }
         for (int i = 0; i < kAttentionSteps; i++)
-            for (int v = 0; v < std::min(vectors, 4); v++) __builtin_prefetch(next + i * row_bytes + v * 64);
+            for (int v = 0; v < vectors; v++) __builtin_prefetch(next + i * row_bytes + v * 64);
     }
-    store_sums(sums, 256);
+    if constexpr (IS_PAIR) {
+        Floats* others = sums + 2 * kTileRows;
+        _tile_stored(0, sums, 128);
+        _tile_stored(1, sums + 1, 128);
+        _tile_stored(2, others, 128);
+        _tile_stored(3, others + 1, 128);
+    } else {
+        store_sums(sums, 256);
+    }
 }
 
-// As attend(), up to 16 rows. scratch: 16 * (the padded head + 2 * (keys in groups of 4 blocks)) floats.
-inline void attend_in_tiles(const InkShape& h, const InkOperation& op, const Blocks<BF16>& blocks,
-                            const bf16* const* queries, int rows, const int* positions, bf16* const* outputs,
-                            float* scratch) {
-    const auto [least, last] = std::minmax_element(positions, positions + rows);
-    const int first = op.window ? std::max(0, *least - op.window + 1) / kBlock : 0;
-    const int n_blocks = *last / kBlock + 1 - first, length = n_blocks * kBlock;
-    const long stride = (n_blocks + 3) / 4 * 4 * kBlock;
-    bf16* gathered = reinterpret_cast<bf16*>(scratch);
-    float* scores = scratch + long(kTileRows) * h.padded_head / 2;
-    bf16* weights = reinterpret_cast<bf16*>(scores + rows * stride);
-    float totals[kTileRows];
+// As attend_to_span(), up to 32 rows. queries: [rows][padded head].
+template <bool IS_PAIR>
+void attend_to_span_in_tiles(const InkShape& h, const InkOperation& op, const Blocks<BF16>& blocks,
+                             const bf16* queries, int rows, const int* positions, int first, int n_blocks,
+                             float* best, float* total, float* values, float* scores) {
+    constexpr int N = IS_PAIR ? 2 : 4;
     Floats sums[4 * kTileRows];
-    for (int r = 0; r < rows; r++) std::copy_n(queries[r], h.padded_head, gathered + r * h.padded_head);
-    configure_tiles(rows, rows, kAttentionSteps);
     std::atomic_signal_fence(std::memory_order_seq_cst);
-    compute_scores_in_tiles(h, blocks, gathered, first, n_blocks, scores, stride);
+    compute_scores_in_tiles<IS_PAIR>(h, blocks, queries, first, n_blocks, scores);
+    std::atomic_signal_fence(std::memory_order_seq_cst);
+    Statistics<kTileRows> span(kTileRows);
     for (int r = 0; r < rows; r++)
-        totals[r] = softmax(scores + r * stride, op, length, first * kBlock, positions[r], weights + r * stride);
+        softmax<bf16>(scores + r * kSpanStride, op, n_blocks * kBlock, first * kBlock, positions[r], span.best[r],
+                      span.total[r]);
+    Factors factors[2];
+    for (int i = 0; i <= IS_PAIR; i++)
+        factors[i] = merge(best + i * kLanes, total + i * kLanes, span.best + i * kLanes, span.total + i * kLanes);
     std::atomic_signal_fence(std::memory_order_seq_cst);
-    for (int column = 0; column < h.padded_head; column += 4 * kLanes) {
-        add_values_in_tiles(h, blocks, weights, stride, first, n_blocks, column, sums);
-        for (int r = 0; r < rows; r++)
-            for (int v = 0; v < std::min(4, (h.padded_head - column) / kLanes); v++)  // + 0: a zero has no sign
-                store_output(h, (sums[4 * r + v] + 0.0f) / totals[r], column + v * kLanes, outputs[r]);
+    for (int column = 0; column < h.padded_head; column += N * kLanes) {
+        multiply_values_in_tiles<IS_PAIR>(h, blocks, scores, first, n_blocks, column, sums);
+        std::atomic_signal_fence(std::memory_order_seq_cst);
+        for (int r = 0; r < rows; r++) {
+            const float old = factors[r / kLanes].old[r % kLanes], added = factors[r / kLanes].added[r % kLanes];
+            for (int v = 0; v < std::min(N, (h.padded_head - column) / kLanes); v++) {
+                float* to = values + r * h.padded_head + column + v * kLanes;
+                store(to, fma(load(to), old, sums[N * r + v] * added));
+            }
+        }
     }
-    _tile_release();
 }
 #endif
+
+// Floats of scratch memory that attend() needs.
+template <class W>
+long attention_scratch(const InkShape& h) {
+    return long(kQueryRows<W>) * kSpanStride + 2L * kMostQueries * h.padded_head;
+}
+
+// softmax(scores) times values, for every row.
+template <class W>
+void attend(const InkShape& h, const InkOperation& op, const Blocks<W>& blocks,
+            const Queries<typename W::Number>& queries, float* scratch) {
+    using Number = typename W::Number;
+    float* values = scratch;
+    float* scores = values + long(queries.count) * h.padded_head;
+    std::fill(values, scores, 0.0f);
+    Statistics<kMostQueries> all(queries.count);
+#if defined(__AMX_BF16__)
+    bf16* gathered = reinterpret_cast<bf16*>(scores + kQueryRows<W> * kSpanStride);
+    int configured = 0;
+    if constexpr (kInTiles<W>)
+        for (int r = 0; r < queries.count; r++)
+            std::copy_n(queries.rows[r], h.padded_head, gathered + long(r) * h.padded_head);
+#endif
+    const auto oldest = [&](int row) { return op.window ? std::max(0, queries.positions[row] - op.window + 1) : 0; };
+    const int last_span = queries.positions[queries.count - 1] / kSpan;
+    for (int span = oldest(0) / kSpan; span <= last_span; span++)
+        for (int row = 0; row < queries.count; row += kQueryRows<W>) {
+            const int rows = std::min(kQueryRows<W>, queries.count - row);
+            const int first = std::max(span * kSpanBlocks, oldest(row) / kBlock);
+            const int end = std::min((span + 1) * kSpanBlocks, queries.positions[row + rows - 1] / kBlock + 1);
+            if (first >= end) continue;
+            const int* positions = queries.positions + row;
+            float *best = all.best + row, *total = all.total + row, *to = values + long(row) * h.padded_head;
+#if defined(__AMX_BF16__)
+            if constexpr (kInTiles<W>) {
+                if (configured != rows)
+                    configure_tiles(std::min(rows, kTileRows), rows > kTileRows ? rows - kTileRows : rows,
+                                    kAttentionSteps);
+                configured = rows;
+                const auto attend = rows > kTileRows ? attend_to_span_in_tiles<true> : attend_to_span_in_tiles<false>;
+                attend(h, op, blocks, gathered + long(row) * h.padded_head, rows, positions, first, end - first, best,
+                       total, to, scores);
+                continue;
+            }
+#endif
+            with_constant<kVectorRows<W>>(rows, [&](auto r) {
+                attend_to_span<W, r.value>(h, op, blocks, queries.rows + row, positions, first, end - first, best,
+                                           total, to, scores);
+            });
+        }
+#if defined(__AMX_BF16__)
+    if (configured) _tile_release();
+#endif
+    for (int r = 0; r < queries.count; r++)
+        for (int c = 0; c < h.padded_head; c += kLanes)  // + 0: a zero has no sign
+            store_output(h, (load(values + long(r) * h.padded_head + c) + 0.0f) / all.total[r], c, queries.outputs[r]);
+}
 
 }  // namespace ink

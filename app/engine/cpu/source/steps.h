@@ -41,10 +41,12 @@ class Decoder : public Executor {
     using Number = typename W::Number;
     static constexpr int kRowsPerTask = 8;
     static constexpr int kRowsPerBlock = 192;
+    static constexpr int kTasksPerThread = 4;
 
   public:
-    Decoder(const InkShape& shape, Pool& pool) : shape_(shape), pool_(pool), scratch_(pool.size()) {
+    Decoder(const InkShape& shape, Pool& pool) : shape_(shape), pool_(pool) {
         registers_.resize(shape.n_registers);
+        scratch_.assign(pool.size(), std::vector<Line>(attention_scratch<W>(shape) * sizeof(float) / sizeof(Line)));
         padded_.assign(pool.size(), std::vector<float>(2 * shape.padded_head, 0.0f));
     }
 
@@ -101,11 +103,9 @@ class Decoder : public Executor {
 
     void index_rows(const InkStep& step) {
         rows_.clear();
-        longest_ = 0;
         for (int c = 0; c < step.n_chunks; c++) {
             const auto [n_rows, position, blocks] = chunk(step, c);
             for (int i = 0; i < n_rows; i++) rows_.push_back({int(position) + i, blocks});
-            longest_ = std::max(longest_, int(position + n_rows));
         }
     }
 
@@ -114,10 +114,6 @@ class Decoder : public Executor {
             const size_t size = n_rows * row_bytes(id) / sizeof(Line) + 1;
             if (registers_[id].size() < size) registers_[id].assign(size, {});
         }
-        const long keys = (longest_ / kBlock + 4) * kBlock;  // in groups of 4 blocks
-        const size_t most = kQueryRows<W> * (2 * keys + shape_.padded_head) * sizeof(float) / sizeof(Line);
-        for (auto& part : scratch_)
-            if (part.size() < most) part.resize(most);
     }
 
     template <class F>
@@ -271,13 +267,16 @@ class Decoder : public Executor {
         return std::copy(head, head + shape_.head_width, to), to;
     }
 
-    // Tasks: up to kQueryRows rows (queries of one kv head) of one chunk.
+    // Tasks: rows (queries of one kv head) of one chunk. Many rows share the keys and values that they read, but every
+    // thread must have work. The bits do not depend on it.
     void run_attention(const InkOperation& op, const InkStep& step) {
         const int group = shape_.query_heads / shape_.kv_heads;
+        const long share = long(rows_.size()) * shape_.query_heads / (kTasksPerThread * pool_.size());
+        const int most = int(std::clamp<long>(share / kQueryRows<W>, 1, kMostQueries / kQueryRows<W>)) * kQueryRows<W>;
         tasks_.clear();
         for (int c = 0, row = 0; c < step.n_chunks; row += int(chunk(step, c++).n_rows))
-            for (int first = 0, n_queries = int(chunk(step, c).n_rows) * group; first < n_queries; first += kQueryRows<W>)
-                tasks_.push_back({row, first, std::min(kQueryRows<W>, n_queries - first)});
+            for (int first = 0, n_queries = int(chunk(step, c).n_rows) * group; first < n_queries; first += most)
+                tasks_.push_back({row, first, std::min(most, n_queries - first)});
         pool_.run(int(tasks_.size()) * shape_.kv_heads, [&](int task, int thread) {
             attend_task(op, tasks_[task / shape_.kv_heads], task % shape_.kv_heads, group,
                         reinterpret_cast<float*>(scratch_[thread].data()));
@@ -289,26 +288,17 @@ class Decoder : public Executor {
     };
 
     void attend_task(const InkOperation& op, const Task& task, int head, int group, float* scratch) {
-        const Number* queries[kQueryRows<W>];
-        Number* outputs[kQueryRows<W>];
-        int positions[kQueryRows<W>];
+        Queries<Number> queries;
+        queries.count = task.count;
         for (int i = 0; i < task.count; i++) {
             const int row = task.row + (task.first + i) / group, query = head * group + (task.first + i) % group;
-            queries[i] = numbers(kQueries, row) + long(query) * shape_.padded_head;
-            outputs[i] = numbers(op.out, row) + long(query) * shape_.head_width;
-            positions[i] = rows_[row].position;
+            queries.rows[i] = numbers(kQueries, row) + long(query) * shape_.padded_head;
+            queries.outputs[i] = numbers(op.out, row) + long(query) * shape_.head_width;
+            queries.positions[i] = rows_[row].position;
         }
         const long stride = shape_.kv_heads * kBlock * shape_.padded_head;
         const int32_t* table = rows_[task.row].tables[op.group];
-        const Blocks<W> blocks = {cache(op, 0, 0, head), cache(op, 1, 0, head), table, stride};
-#if defined(__AMX_BF16__)
-        if constexpr (std::is_same_v<Number, bf16>)
-            attend_in_tiles(shape_, op, blocks, queries, task.count, positions, outputs, scratch);
-        else
-#endif
-        with_constant<kQueryRows<W>>(task.count, [&](auto rows) {
-            attend<W, rows.value>(shape_, op, blocks, queries, positions, outputs, scratch);
-        });
+        attend<W>(shape_, op, {cache(op, 0, 0, head), cache(op, 1, 0, head), table, stride}, queries, scratch);
     }
 
     void add(const InkOperation& op, int row) {
@@ -324,7 +314,6 @@ class Decoder : public Executor {
 
     const InkShape shape_;
     Pool& pool_;
-    int longest_ = 0;
     std::vector<std::vector<Line>> registers_;
     std::vector<Line> head_;
     std::vector<std::vector<Line>> scratch_;  // of each thread

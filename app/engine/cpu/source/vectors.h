@@ -156,6 +156,21 @@ INK_INLINE Floats exp(const Floats& x) {
     return by_parts([](Part part) { return exp(part); }, x);
 }
 
+// 2^x to 2.5 units in the last place, and 2^0 is 1; 0 below -126. x is at most 1 or so. NaN stays NaN.
+//
+// x = n + r with |r| <= 1/2. 2^r is the polynomial of degree 5 with the least relative error whose constant is 1.
+INK_INLINE Part exp2(Part x) {
+    constexpr float kRounding = 12582912.0f + 127;  // adding it leaves the nearest whole number + 127 in the low bits
+    const Part shifted = x + kRounding, r = x - (shifted - kRounding);
+    const Part e = polynomial(r, 0.00132647273f, 0.00967151299f, 0.0555073358f, 0.240222424f, 0.693147004f, 1.0f);
+    const auto power = (PartOf<int32_t>)shifted << 23;
+    return x < -126.0f ? Part{} : e * (Part)power;
+}
+
+INK_INLINE Floats exp2(const Floats& x) {
+    return by_parts([](Part part) { return exp2(part); }, x);
+}
+
 // The larger of two numbers, or of two parts lane by lane.
 constexpr auto kLarger = [](auto a, auto b) { return a > b ? a : b; };
 constexpr auto kPlus = [](auto a, auto b) { return a + b; };

@@ -22,8 +22,8 @@ from model.config import ModelConfig
 
 Kernels = Literal["auto", "native", "torch"]
 TORCH = "torch"
-NATIVE = "native2"
-"""The number counts the versions of the kernels that compute other bits."""
+NATIVE, TORCH_NUMERICS = "native3", "torch2"
+"""The numbers count the versions of the kernels, and of the torch backend, that compute other bits."""
 _DTYPES = ("bfloat16", "float32")
 _ONLY_CPU = "they are for CPUs only"
 
@@ -33,7 +33,7 @@ class SelectedBackend:
     """The native kernels in `library`, or torch if there is none."""
 
     library: Path | None = None
-    numerics: str = TORCH
+    numerics: str = TORCH_NUMERICS
     """Name of the backend in receipts: equal names on equal hardware and builds give equal bits."""
     reason: str
     """Why it was selected, for the log."""
