@@ -17,7 +17,7 @@ from tests.support.engine.parity import expect_parity
 from tests.support.model.tiny_models import round_weights_for, tiny_config, tiny_decoder, tiny_engine
 
 DTYPES = [torch.float32, torch.bfloat16]
-CONTEXT = 1280
+CONTEXT, LENGTH = 1280, 1100
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 
@@ -59,34 +59,34 @@ def test_scheduling_does_not_change_a_bit(case: str, dtype: torch.dtype) -> None
 @pytest.mark.parametrize("case", CONFIGS)
 def test_rows_have_the_same_bits_in_chunks_of_every_size(case: str, dtype: torch.dtype) -> None:
     """Chunks that share tiles and products with rows of other spans."""
-    decoder, length = tiny_decoder(CONFIGS[case], dtype=dtype), 1100
-    whole_TV = _logits(decoder, length, length)
+    decoder = tiny_decoder(CONFIGS[case], dtype=dtype)
+    whole_TV = _logits(decoder, LENGTH)
     for size in (512, 97, 33):
-        assert torch.equal(_logits(decoder, length, size), whole_TV), size
-    alone_TV = _logits(decoder, length, 1, first=1000)
-    assert torch.equal(alone_TV, whole_TV[1000:])
+        assert torch.equal(_logits(decoder, size), whole_TV), size
+    for first, end in ((20, 30), (250, 262), (1000, LENGTH)):  # keys of one span, of two, of all
+        assert torch.equal(_logits(decoder, 1, first=first, end=end), whole_TV[first:end]), first
 
 
 @pytest.mark.parametrize("case", CONFIGS)
 def test_logits_equal_the_oracle(case: str, way: str) -> None:
-    decoder, length = tiny_decoder(CONFIGS[case]), 1100
-    ours_TV = _logits(decoder, length, 512)
+    decoder = tiny_decoder(CONFIGS[case])
+    ours_TV = _logits(decoder, 512)
     round_weights_for(way, decoder)
-    assert torch.allclose(ours_TV, logits(decoder, _tokens(length)), atol=5e-4)
+    assert torch.allclose(ours_TV, logits(decoder, _tokens(LENGTH)), atol=5e-4)
 
 
-def _logits(decoder: Any, length: int, size: int, *, first: int = 0) -> torch.Tensor:
-    """float32 logits [length - first, V], in chunks of `size` tokens from `first` on, after one chunk of all before."""
+def _logits(decoder: Any, size: int = LENGTH, *, first: int = 0, end: int = LENGTH) -> torch.Tensor:
+    """float32 logits [end - first, V], in chunks of `size` tokens from `first` on, after one chunk of all before."""
     runner = tiny_engine(decoder, blocks=3 * CONTEXT // 16, tokens_per_step=2048).runner
     executor: Any = runner.executor
     n_groups = len({kind.window for kind in decoder.config.layer_kinds})
-    blocks = array("i", range(-(-length // 16)))
-    tokens = array("q", _tokens(length))
+    blocks = array("i", range(-(-end // 16)))
+    tokens = array("q", _tokens(LENGTH)[:end])
     request = Request(id="r", prompt=tuple(tokens), max_tokens=1, params=SamplingParams())
     sequence = Sequence(request=request, tokens=tokens, arrival=0, blocks=(blocks,) * n_groups)
-    starts = ([0] if first else []) + list(range(first, length, size))
+    starts = ([0] if first else []) + list(range(first, end, size))
     parts = []
-    for start, stop in zip(starts, [*starts[1:], length], strict=True):
+    for start, stop in zip(starts, [*starts[1:], end], strict=True):
         executor.run(BatchPlan((Chunk(sequence, start, stop),)))
         if start >= first:
             rows = executor.logits(range(stop - start))

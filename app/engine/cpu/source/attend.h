@@ -28,7 +28,7 @@ constexpr int kVectorsAtOnce = R > 6 ? 2 : 4;
 template <class W>
 constexpr int kVectorRows = W::kStep > 1 ? 4 : 6;  // pairs also need registers for their halves
 template <int R>
-constexpr int kVectorsAtOnce = R > 2 ? 1 : 2;
+constexpr int kVectorsAtOnce = R > 3 ? 1 : R > 1 ? 2 : 4;
 #endif
 
 #if defined(__AMX_BF16__)
@@ -116,7 +116,8 @@ INK_INLINE Factors merge(float* best, float* total, const float* span_best, cons
     return factors;
 }
 
-// scores [R][n_blocks * 16] of R query rows, from block `first` on.
+// scores [R][n_blocks * 16] of R query rows, from block `first` on. Prefetches the first values, for which a step of few
+// rows would wait.
 template <class W, int R>
 void compute_scores(const InkShape& h, const Blocks<W>& blocks, const typename W::Number* const* queries, int first,
                     int n_blocks, float* scores) {
@@ -125,7 +126,9 @@ void compute_scores(const InkShape& h, const Blocks<W>& blocks, const typename W
         const char *keys[N], *next[N];
         for (int i = 0; i < N; i++) {
             keys[i] = reinterpret_cast<const char*>(blocks.key(first + std::min(b + i, n_blocks - 1)));
-            next[i] = reinterpret_cast<const char*>(blocks.key(first + std::min(b + i + N, n_blocks - 1)));
+            next[i] = reinterpret_cast<const char*>(b + N < n_blocks
+                                                        ? blocks.key(first + std::min(b + i + N, n_blocks - 1))
+                                                        : blocks.value(first + std::min(i, n_blocks - 1)));
         }
         Floats sums[R][N] = {};
         for (int s = 0; s < h.padded_head / W::kStep; s++) {
@@ -162,13 +165,19 @@ void softmax(float* scores, const InkOperation& op, int length, int start, int p
         scale = kLog2E;
     }
     const int oldest = op.window ? position - op.window + 1 : 0;
-    if (start < oldest || start + length > position + 1)
-        for (int i = 0; i < length; i += kLanes)
-            if (const int key = start + i; key + kLanes > position + 1 || key < oldest)
-                store(scores + i, first_lanes(oldest - key, neg_inf,
-                                              first_lanes(position + 1 - key, load(scores + i), neg_inf)));
     Floats best = neg_inf;
-    for (int i = 0; i < length; i += kLanes) best = larger(best, load(scores + i));
+    if (start >= oldest && start + length <= position + 1) {
+        for (int i = 0; i < length; i += kLanes) best = larger(best, load(scores + i));
+    } else {
+        for (int i = 0; i < length; i += kLanes) {
+            Floats score = load(scores + i);
+            if (const int key = start + i; key + kLanes > position + 1 || key < oldest) {
+                score = first_lanes(oldest - key, neg_inf, first_lanes(position + 1 - key, score, neg_inf));
+                store(scores + i, score);
+            }
+            best = larger(best, score);
+        }
+    }
     row_best = largest(best) * scale;
     const Floats shift = row_best > -__FLT_MAX__ ? -row_best : __FLT_MAX__;
     Number* weights = reinterpret_cast<Number*>(scores);
@@ -181,11 +190,11 @@ void softmax(float* scores, const InkOperation& op, int length, int start, int p
     row_total = sum(total);
 }
 
-// values * old factor + (weights [R][n_blocks * 16] times values of the span) * added factor, for P vectors of the head
-// from `column` on. values: [R][padded head].
-template <class W, int R, int P>
-void accumulate_values(const InkShape& h, const Blocks<W>& blocks, const float* scores, int first, int n_blocks,
-                       int column, const Factors& factors, float* values) {
+// Calls finish(row, column, 16 numbers) with weights [R][n_blocks * 16] times values of the span, for P vectors of the
+// head from `column` on.
+template <class W, int R, int P, class F>
+INK_INLINE void multiply_values(const InkShape& h, const Blocks<W>& blocks, const float* scores, int first,
+                                int n_blocks, int column, F&& finish) {
     constexpr long kStride = kSpanStride * sizeof(float) / sizeof(typename W::Number);
     const typename W::Number* weights = reinterpret_cast<const typename W::Number*>(scores);
     Floats sums[R][P] = {};
@@ -212,10 +221,16 @@ void accumulate_values(const InkShape& h, const Blocks<W>& blocks, const float* 
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
-        for (int i = 0; i < P; i++) {
-            float* to = values + r * h.padded_head + column + i * kLanes;
-            store(to, fma(load(to), factors.old[r], sums[r][i] * factors.added[r]));
-        }
+        for (int i = 0; i < P; i++) finish(r, column + i * kLanes, sums[r][i]);
+}
+
+// f(number of vectors as a constant, column) for all vectors of the head, as many at once as R rows allow.
+template <int R, class F>
+INK_INLINE void for_vectors_of_head(const InkShape& h, F&& f) {
+    constexpr int P = kVectorsAtOnce<R>;
+    int column = 0;
+    for (; column + P * kLanes <= h.padded_head; column += P * kLanes) f(std::integral_constant<int, P>(), column);
+    for (; column < h.padded_head; column += kLanes) f(std::integral_constant<int, 1>(), column);
 }
 
 // Adds the keys and values of n_blocks blocks of a span to the first R rows of `queries`.
@@ -229,12 +244,31 @@ void attend_to_span(const InkShape& h, const InkOperation& op, const Blocks<W>& 
         softmax<typename W::Number>(scores + r * kSpanStride, op, n_blocks * kBlock, first * kBlock, positions[r],
                                     span.best[r], span.total[r]);
     const Factors factors = merge(best, total, span.best, span.total);
-    constexpr int P = kVectorsAtOnce<R>;
-    int column = 0;
-    for (; column + P * kLanes <= h.padded_head; column += P * kLanes)
-        accumulate_values<W, R, P>(h, blocks, scores, first, n_blocks, column, factors, values);
-    for (; column < h.padded_head; column += kLanes)
-        accumulate_values<W, R, 1>(h, blocks, scores, first, n_blocks, column, factors, values);
+    for_vectors_of_head<R>(h, [&](auto p, int column) {
+        const auto add = [&](int r, int c, const Floats& sum) {
+            float* to = values + r * h.padded_head + c;
+            store(to, fma(load(to), factors.old[r], sum * factors.added[r]));
+        };
+        multiply_values<W, R, p.value>(h, blocks, scores, first, n_blocks, column, add);
+    });
+}
+
+// attend() for R rows with keys in one span only: nothing to merge. The bits are the same, since a first span's factor
+// is 1. Most steps that only decode take this path.
+template <class W, int R>
+void attend_to_only_span(const InkShape& h, const InkOperation& op, const Blocks<W>& blocks,
+                         const Queries<typename W::Number>& queries, int first, int n_blocks, float* scores) {
+    float best[R], total[R];
+    compute_scores<W, R>(h, blocks, queries.rows, first, n_blocks, scores);
+    for (int r = 0; r < R; r++)
+        softmax<typename W::Number>(scores + r * kSpanStride, op, n_blocks * kBlock, first * kBlock,
+                                    queries.positions[r], best[r], total[r]);
+    for_vectors_of_head<R>(h, [&](auto p, int column) {
+        const auto finish = [&](int r, int c, const Floats& sum) {
+            store_output(h, (sum + 0.0f) / total[r], c, queries.outputs[r]);
+        };
+        multiply_values<W, R, p.value>(h, blocks, scores, first, n_blocks, column, finish);
+    });
 }
 
 #if defined(__AMX_BF16__)
@@ -379,7 +413,15 @@ long attention_scratch(const InkShape& h) {
 template <class W>
 void attend(const InkShape& h, const InkOperation& op, const Blocks<W>& blocks,
             const Queries<typename W::Number>& queries, float* scratch) {
-    using Number = typename W::Number;
+    const auto oldest = [&](int row) { return op.window ? std::max(0, queries.positions[row] - op.window + 1) : 0; };
+    const int last_position = queries.positions[queries.count - 1], last_span = last_position / kSpan;
+    if constexpr (!kInTiles<W>)
+        if (queries.count <= kQueryRows<W> && oldest(0) / kSpan == last_span) {
+            const int first = oldest(0) / kBlock, n_blocks = last_position / kBlock + 1 - first;
+            return with_constant<kVectorRows<W>>(queries.count, [&](auto r) {
+                attend_to_only_span<W, r.value>(h, op, blocks, queries, first, n_blocks, scratch);
+            });
+        }
     float* values = scratch;
     float* scores = values + long(queries.count) * h.padded_head;
     std::fill(values, scores, 0.0f);
@@ -391,8 +433,6 @@ void attend(const InkShape& h, const InkOperation& op, const Blocks<W>& blocks,
         for (int r = 0; r < queries.count; r++)
             std::copy_n(queries.rows[r], h.padded_head, gathered + long(r) * h.padded_head);
 #endif
-    const auto oldest = [&](int row) { return op.window ? std::max(0, queries.positions[row] - op.window + 1) : 0; };
-    const int last_span = queries.positions[queries.count - 1] / kSpan;
     for (int span = oldest(0) / kSpan; span <= last_span; span++)
         for (int row = 0; row < queries.count; row += kQueryRows<W>) {
             const int rows = std::min(kQueryRows<W>, queries.count - row);
