@@ -14,7 +14,9 @@ from msgspec import Meta
 Norm = Literal["rmsnorm", "layernorm", "none"]
 NormPosition = Literal["pre", "post", "output", "sandwich"]
 Positions = Literal["learned", "sinusoidal", "none"]
-Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "relu2", "xielu"]
+Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "relu2", "xielu", "swiglu_clamped"]
+"""swiglu_clamped: (up + 1) * gate * sigmoid(1.702 * gate), with gate at most 7 and up from -7 to 7."""
+ExpertScore = Literal["softmax", "sigmoid", "softmax_of_chosen"]
 QkNorm = Literal["none", "head", "width"]
 ScaleBy = Literal["head_dim", "width"]
 RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
@@ -29,6 +31,7 @@ RopeBase = Annotated[float, Meta(ge=1, le=2**53)]
 
 
 MAX_LAYER_KINDS = 64
+MAX_EXPERTS = 4096
 MAX_ROPE_FACTORS = 4096
 
 
@@ -39,7 +42,7 @@ class ConfigError(ValueError):
 _annotations: Callable[[Any], dict[str, Any]] = functools.cache(partial(get_type_hints, include_extras=True))
 
 
-def _check_fields(config: ModelConfig | LayerKind | Rope | QueryScale, suffix: str = "") -> None:
+def _check_fields(config: Part, suffix: str = "") -> None:
     """Checks every field by its annotation. Raises ConfigError."""
     for name, kind in _annotations(type(config)).items():
         check_value(getattr(config, name), kind, f"{name}{suffix}")
@@ -118,6 +121,45 @@ class QueryScale:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """Mixture of experts (arXiv:2101.03961, arXiv:2401.04088): a router chooses a few feed-forwards for each token.
+
+    score: of an expert, from the router's logits: softmax or sigmoid over all experts, or softmax_of_chosen, where the
+    logits choose, and the softmax is over the chosen ones.
+    """
+
+    count: Annotated[int, Meta(ge=1, le=MAX_EXPERTS)]
+    """Experts of a layer."""
+    chosen: Size
+    """Experts of a token: those with the largest scores; of equal ones the first."""
+    width: Size
+    """Hidden size of one expert."""
+    score: ExpertScore = "softmax"
+    normalized: bool = False
+    """Whether the weights are the chosen scores divided by their sum (by 1e-12 if that is less)."""
+    factor: Positive = 1.0
+    """Of the weights, after that."""
+    router_bias: bool = False
+    """A bias of the router's logits."""
+    choice_bias: bool = False
+    """A bias of the scores, for the choice only (arXiv:2408.15664)."""
+    bias: bool = False
+    """Biases of the experts' products."""
+    shared_width: Count = 0
+    """Hidden size of the feed-forward that every token passes besides; 0 means none."""
+
+    def __post_init__(self) -> None:
+        _check_fields(self, " of the experts")
+        _require(
+            self.chosen <= self.count, f"chosen of the experts ({self.chosen}) must not be above count ({self.count})"
+        )
+        _require(
+            self.score != "softmax_of_chosen" or not (self.normalized or self.choice_bias),
+            "softmax_of_chosen needs experts without choice_bias, and adds up to 1 without normalized",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerKind:
     """What may differ between the layers of a decoder."""
 
@@ -125,6 +167,8 @@ class LayerKind:
     """Number of tokens that a token attends to, itself included; None means all."""
     rope: Rope | None = None
     """None: queries and keys are not rotated."""
+    mlp: Literal["dense", "experts"] = "dense"
+    """The feed-forward network: dense, of ModelConfig.mlp_width, or ModelConfig.experts."""
 
     def __post_init__(self) -> None:
         _check_fields(self, " of a layer kind")
@@ -151,7 +195,7 @@ class ModelConfig:
     head_dim: Size
     """Size of one head."""
     mlp_width: Count
-    """Hidden size of the feed-forward network; 0 means no feed-forward network."""
+    """Hidden size of the dense feed-forward networks; 0 means none, as where all layers have experts."""
     context: Size
     """Maximum length in tokens of a sequence, and of an encoder's source."""
     norm: Norm = "rmsnorm"
@@ -178,6 +222,8 @@ class ModelConfig:
     activation: Activation = "silu"
     gated: bool = True
     """Whether the feed-forward is down(activation(gate(x)) * up(x)) instead of down(activation(up(x)))."""
+    experts: Experts | None = None
+    """Of the layers with LayerKind.mlp experts."""
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
@@ -196,6 +242,8 @@ class ModelConfig:
     """Factor of the attention scores; a name divides them by the square root of that size."""
     attention_soft_cap: Positive | None = None
     """Attention scores become cap * tanh(scores / cap)."""
+    sinks: bool = False
+    """A learned score of each head that takes part in the softmax, without a value (arXiv:2309.17453)."""
     query_scale: QueryScale | None = None
     residual_scale: Positive = 1.0
     """Factor of what attention and feed-forward add to the residual stream."""
@@ -291,11 +339,7 @@ class ModelConfig:
             )
         self._check_layer_types()
         self._check_norms()
-        _require(self.mlp_width > 0 or not self.mlp_bias, "mlp_bias needs a feed-forward (mlp_width above 0)")
-        _require(
-            not self.parallel_residual or (self.norm_position == "pre" and self.mlp_width > 0),
-            "parallel_residual needs norm_position pre and a feed-forward",
-        )
+        self._check_feed_forwards()
         _require(self.parallel_residual or not self.shared_norm, "shared_norm needs parallel_residual")
         _require(
             self.out_projection or (heads * head_dim == self.width and not self.out_bias),
@@ -314,6 +358,31 @@ class ModelConfig:
             not self.n_encoder_layers or not (self.query_scale or self.attention_soft_cap or self.embedding_norm),
             "an encoder supports neither query_scale nor attention_soft_cap nor embedding_norm",
         )
+        _require(
+            not self.n_encoder_layers or not (self.experts or self.sinks), "an encoder supports no experts or sinks"
+        )
+
+    def _check_feed_forwards(self) -> None:
+        experts, kinds = self.experts, {kind.mlp for kind in self.layer_kinds}
+        _require(
+            (experts is not None) == ("experts" in kinds),
+            "experts are needed if and only if a layer kind has mlp experts",
+        )
+        _require("dense" in kinds or not self.mlp_width, "without dense layers mlp_width must be 0")
+        has_dense = self.mlp_width > 0 or (experts is not None and experts.shared_width > 0)
+        _require(has_dense or not self.mlp_bias, "mlp_bias needs a feed-forward (mlp_width above 0)")
+        _require(
+            not self.parallel_residual or (self.norm_position == "pre" and self.mlp_width > 0),
+            "parallel_residual needs norm_position pre and a feed-forward",
+        )
+        _require(self.gated or self.activation != "swiglu_clamped", "activation swiglu_clamped needs gated")
+        if experts:
+            _require(not self.parallel_residual, "parallel_residual supports no experts")
+            _require(self.activation != "xielu", "experts support no activation with parameters, such as xielu")
+            _require(
+                not (experts.shared_width and self.has_norm_of_output),
+                f"experts with shared_width need norm_position pre or post, not {self.norm_position}",
+            )
 
     def _check_norms(self) -> None:
         is_none = self.norm == "none"
@@ -343,8 +412,9 @@ class ModelConfig:
         )
 
 
-def check_field(
-    name: str, value: object, key: str, of: type[ModelConfig | LayerKind | Rope | QueryScale] = ModelConfig
-) -> None:
+Part = ModelConfig | LayerKind | Rope | QueryScale | Experts
+
+
+def check_field(name: str, value: object, key: str, of: type[Part] = ModelConfig) -> None:
     """Checks a value for a field of a config, which comes from a file that calls it `key`. Raises ConfigError."""
     check_value(value, _annotations(of)[name], key)

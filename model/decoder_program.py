@@ -13,6 +13,11 @@ A block of a pre-norm decoder (`+` accumulates into the target):
     residual -NORM-> normed -LINEAR, activation-> hidden -LINEAR-> + residual
 
 Where a norm precedes the addition, the last product of each line goes to a branch: -LINEAR-> branch -NORM-> + residual.
+In a layer with experts the second line is
+
+    residual -NORM-> normed -ROUTE-> routes
+    normed, routes -EXPERTS-> + residual
+    normed -LINEAR, activation-> hidden -LINEAR-> + residual    (if experts share a feed-forward)
 """
 
 from __future__ import annotations
@@ -44,6 +49,17 @@ class Kind(IntEnum):
     """Rows of the first weight, one for each token, plus rows of the second one, one for each position."""
     HEAD = 7
     """LINEAR from hidden states to logits, of the rows that are sampled or scored."""
+    ROUTE = 8
+    """Chooses the experts of each row, in the order of their ids, and computes their weights, both in float32.
+
+    Weights: the router's matrix, then its bias (router_bias), then the bias of the choice (choice_bias).
+    """
+    EXPERTS = 9
+    """Weighted sum of each row's experts in the order of ROUTES, in float32: down(activation(up(source))).
+
+    Weights, with a leading axis for experts: up, which has the rows of gate before those of up, and down, then their
+    biases (Experts.bias). Those of experts that no row of the step has chosen are not read.
+    """
 
 
 class Register(IntEnum):
@@ -61,6 +77,8 @@ class Register(IntEnum):
     OUTPUT = 8
     """Hidden states after the final norm."""
     LOGITS = 9
+    ROUTES = 10
+    """Ids and weights of the experts of each row, which EXPERTS reads besides its source."""
 
 
 class Weight(NamedTuple):
@@ -90,7 +108,7 @@ class Operation(NamedTuple):
     norm: Norm = "none"
     """Of NORM."""
     factor: float = 1.0
-    """Of what LINEAR adds to the residual stream, or writes to a branch."""
+    """Of what LINEAR or EXPERTS adds to the residual stream, or writes to a branch."""
 
     @property
     def module(self) -> str:
@@ -106,7 +124,7 @@ class Cost(NamedTuple):
     """What an operation costs for one row; bytes depend on number formats, which the caller knows."""
 
     parameters: int
-    """Numbers of the weights, which one step reads once."""
+    """Numbers of the weights that the row needs, which one step reads once: of the chosen experts only."""
     flops: int
     """Floating-point operations of products, two for each multiplication and addition."""
     cached: int
@@ -155,8 +173,12 @@ def cost(config: ModelConfig, operation: Operation, context: float) -> Cost:
     parameters = sum(math.prod(weight.shape) for weight in operation.weights)
     heads, kv_heads = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
     match operation.kind:
-        case Kind.LINEAR | Kind.HEAD:
+        case Kind.LINEAR | Kind.HEAD | Kind.ROUTE:
             return Cost(parameters, 2 * math.prod(operation.weights[0].shape), 0, 0)
+        case Kind.EXPERTS:
+            assert config.experts
+            of_one = [math.prod(weight.shape[1:]) for weight in operation.weights]
+            return Cost(config.experts.chosen * sum(of_one), 2 * config.experts.chosen * sum(of_one[:2]), 0, 0)
         case Kind.ATTENTION | Kind.CROSS_ATTENTION:
             window = config.layer_kind(operation.layer).window if operation.kind == Kind.ATTENTION else None
             keys = context if window is None else min(context, window)
@@ -170,11 +192,11 @@ def cost(config: ModelConfig, operation: Operation, context: float) -> Cost:
 
 def _blocks(config: ModelConfig, name: str, count: int, *, cross: bool = False) -> Iterator[Operation]:
     for layer in range(count):
-        block = _block(config, f"{name}.{layer}", cross=cross)
+        block = _block(config, f"{name}.{layer}", config.layer_kind(layer).mlp, cross=cross)
         yield from (operation._replace(layer=layer) for operation in block)
 
 
-def _block(config: ModelConfig, name: str, *, cross: bool) -> Iterator[Operation]:
+def _block(config: ModelConfig, name: str, mlp: str, *, cross: bool) -> Iterator[Operation]:
     is_parallel = config.parallel_residual
     residual, normed, attention = Register.RESIDUAL, Register.NORMED, f"{name}.attention"
     heads, kv_heads = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
@@ -197,7 +219,8 @@ def _block(config: ModelConfig, name: str, *, cross: bool) -> Iterator[Operation
     qkv_rows = heads + 2 * kv_heads
     yield _linear(f"{attention}.qkv", normed, Register.QKV, qkv_rows, config.width, bias=config.qkv_bias)
     yield Operation(Kind.ROPE_CACHE, Register.QKV, Register.QUERIES, _head_norms(config, attention))
-    yield Operation(Kind.ATTENTION, Register.QUERIES, normed)
+    sinks = (Weight(f"{attention}.sinks", (config.n_heads,)),) if config.sinks else ()
+    yield Operation(Kind.ATTENTION, Register.QUERIES, normed, sinks)
     yield _out(config, attention)
     yield from after("norm_attention")
     if cross:
@@ -207,17 +230,45 @@ def _block(config: ModelConfig, name: str, *, cross: bool) -> Iterator[Operation
         yield Operation(Kind.CROSS_ATTENTION, Register.QKV, normed, keys.weights)
         yield _out(config, f"{name}.cross")
         yield from after("norm_cross")
-    if config.mlp_width:
+    if mlp == "experts":
+        yield before("norm_mlp")
+        yield from _mixture(config, f"{name}.mlp")
+        yield from after("norm_mlp")
+    elif config.mlp_width:
         if not is_parallel:
             yield before("norm_mlp")
-        source, rows = Register.PARALLEL_NORMED if is_parallel else normed, config.mlp_width * (1 + config.gated)
-        up = _linear(f"{name}.mlp.up", source, Register.HIDDEN, rows, config.width, bias=config.mlp_bias)
-        count = ACTIVATION_PARAMETERS.get(config.activation)
-        parameters = (Weight(f"{name}.mlp.activation", (count,)),) if count else ()
-        yield up._replace(activation=config.activation, gated=config.gated, parameters=parameters)
-        down = _linear(f"{name}.mlp.down", Register.HIDDEN, residual, config.width, config.mlp_width, config.mlp_bias)
-        yield _added(config, down)
+        source = Register.PARALLEL_NORMED if is_parallel else normed
+        yield from _feed_forward(config, f"{name}.mlp", source, config.mlp_width)
         yield from after("norm_mlp")
+
+
+def _feed_forward(config: ModelConfig, name: str, source: Register, width: int) -> Iterator[Operation]:
+    rows, bias = width * (1 + config.gated), config.mlp_bias
+    up = _linear(f"{name}.up", source, Register.HIDDEN, rows, config.width, bias=bias)
+    count = ACTIVATION_PARAMETERS.get(config.activation)
+    parameters = (Weight(f"{name}.activation", (count,)),) if count else ()
+    yield up._replace(activation=config.activation, gated=config.gated, parameters=parameters)
+    yield _added(config, _linear(f"{name}.down", Register.HIDDEN, Register.RESIDUAL, config.width, width, bias))
+
+
+def _mixture(config: ModelConfig, name: str) -> Iterator[Operation]:
+    """The experts of a layer, and the feed-forward that they share."""
+    experts, width = config.experts, config.width
+    assert experts
+    route = [Weight(f"{name}.router.weight", (experts.count, width))]
+    route += [Weight(f"{name}.router.bias", (experts.count,))] if experts.router_bias else []
+    route += [Weight(f"{name}.choice_bias", (experts.count,))] if experts.choice_bias else []
+    yield Operation(Kind.ROUTE, Register.NORMED, Register.ROUTES, tuple(route))
+    rows = experts.width * (1 + config.gated)
+    weights = [Weight(f"{name}.experts.up", (experts.count, rows, width))]
+    weights += [Weight(f"{name}.experts.down", (experts.count, width, experts.width))]
+    if experts.bias:
+        weights += [Weight(f"{name}.experts.up_bias", (experts.count, rows))]
+        weights += [Weight(f"{name}.experts.down_bias", (experts.count, width))]
+    computed = Operation(Kind.EXPERTS, Register.NORMED, Register.RESIDUAL, tuple(weights))
+    yield _added(config, computed._replace(activation=config.activation, gated=config.gated))
+    if experts.shared_width:
+        yield from _feed_forward(config, f"{name}.shared", Register.NORMED, experts.shared_width)
 
 
 def _head_norms(config: ModelConfig, attention: str) -> tuple[Weight, ...]:

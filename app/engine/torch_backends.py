@@ -16,7 +16,7 @@ from app.engine.execution.runner import Runner
 from app.engine.execution.step_runner import BackendRunners
 from app.engine.execution.torch_executor import TorchExecutor
 from app.engine.execution.warmup_batches import PermissiveGrammars, costliest_step
-from app.engine.gpu.format_support import check_quantize
+from app.engine.gpu.format_support import check_quantize, describe_unsupported
 from app.engine.gpu.kernels.interface import SHARED_BYTES, attention_fits
 from app.engine.gpu.linears import describe_unquantized, quantize_decoder
 from app.engine.gpu.setup import TritonBackend
@@ -192,8 +192,8 @@ def choose_backend(
 
 def _triton_kernels(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> LoadedKernels | str:
     """Triton's kernels, or the reason why they cannot compute this model here."""
-    if config.n_encoder_layers:
-        return "the model has an encoder, which Triton's kernels do not compute"
+    if unsupported := describe_unsupported(config):
+        return unsupported
     shared_bytes = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", SHARED_BYTES)
     if not attention_fits(config.head_dim, dtype.itemsize, shared_bytes):
         return f"a head_dim of {config.head_dim} is too large for Triton's kernels on this GPU"

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, asdict, fields, replace
 from typing import Any
 
-from model.config import MAX_LAYER_KINDS, ConfigError, LayerKind, ModelConfig, QueryScale, Rope
+from model.config import MAX_LAYER_KINDS, ConfigError, Experts, LayerKind, ModelConfig, QueryScale, Rope
 from model.families.apertus import APERTUS
 from model.families.arcee import ARCEE
 from model.families.cohere import COHERE2
@@ -59,6 +59,8 @@ def _read_native(raw: Raw) -> ModelConfig:
     values = {name: value for name, value in raw.items() if name in _FIELDS}
     if values.get("query_scale") is not None:
         values["query_scale"] = QueryScale(**_read_object(values["query_scale"], QueryScale, "query_scale"))
+    if values.get("experts") is not None:
+        values["experts"] = Experts(**_read_object(values["experts"], Experts, "experts"))
     if isinstance(values.get("qk_norm"), bool):  # versions up to 0.2
         values["qk_norm"] = "head" if values["qk_norm"] else "none"
     if not isinstance(values["layer_kinds"], list | tuple):
@@ -83,7 +85,7 @@ def _read_layer_kind(raw: object) -> LayerKind:
     return LayerKind(**values)
 
 
-def _read_object(raw: object, of: type[LayerKind | Rope | QueryScale], what: str) -> dict[str, Any]:
+def _read_object(raw: object, of: type[LayerKind | Rope | QueryScale | Experts], what: str) -> dict[str, Any]:
     """Values by the names of fields. Raises ConfigError."""
     if not isinstance(raw, Mapping):
         raise ConfigError(f"{what} must be an object, not {raw!r:.40}")
@@ -211,6 +213,6 @@ def _written(config: ModelConfig) -> tuple[FamilySpec, dict[str, Any]]:
 
 def _read(family: FamilySpec, raw: Raw) -> ModelConfig:
     config = family.read(raw)
-    if family is not NATIVE and not config.mlp_width:
+    if family is not NATIVE and not config.mlp_width and any(kind.mlp == "dense" for kind in config.layer_kinds):
         raise ConfigError(f"a {family.name} without feed-forward is not supported")
     return config

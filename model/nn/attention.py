@@ -13,12 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+_SINK_COLUMNS = 64
+
 
 class Attend(Protocol):
     """softmax(q k^T / sqrt(C)) v of each token over its own sequence; may cache keys and values for later steps."""
 
-    def __call__(self, layer: int, q_THC: Tensor, k_TKC: Tensor, v_TKC: Tensor, /) -> Tensor:
-        """Returns [T, H, C]."""
+    def __call__(
+        self, layer: int, q_THC: Tensor, k_TKC: Tensor, v_TKC: Tensor, sinks_H: Tensor | None = None, /
+    ) -> Tensor:
+        """Returns [T, H, C]. sinks: see softmax_with_sinks()."""
         ...
 
 
@@ -41,7 +45,9 @@ class CausalAttend:
         self.soft_cap = soft_cap
         """ModelConfig.attention_soft_cap."""
 
-    def __call__(self, layer: int, q_THC: Tensor, k_TKC: Tensor, v_TKC: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, q_THC: Tensor, k_TKC: Tensor, v_TKC: Tensor, sinks_H: Tensor | None = None
+    ) -> Tensor:
         group = q_THC.shape[1] // k_TKC.shape[1]
         # On a GPU, only the 16-bit kernel supports grouped queries; the float32 one would be very slow with them.
         shares = group > 1 and v_TKC.dtype != torch.float32
@@ -52,9 +58,9 @@ class CausalAttend:
         )
         positions_N1 = torch.arange(self.length, device=q_THC.device)[:, None]
         window = self.windows[layer]
-        if self.soft_cap is not None:
+        if self.soft_cap is not None or sinks_H is not None:
             hidden_NN = masked_positions(positions_N1, self.length, window)
-            out_BHNC = _capped_attention(q_BHNC, k_BKNC, v_BKNC, hidden_NN, self.soft_cap)
+            out_BHNC = _attention(q_BHNC, k_BKNC, v_BKNC, hidden_NN, self.soft_cap, sinks_H)
             return out_BHNC.transpose(1, 2).flatten(0, 1)
         seen_NN = None if window is None else ~masked_positions(positions_N1, self.length, window)
         out_BHNC = F.scaled_dot_product_attention(
@@ -63,14 +69,37 @@ class CausalAttend:
         return out_BHNC.transpose(1, 2).flatten(0, 1)
 
 
-def _capped_attention(q_BHNC: Tensor, k_BKNC: Tensor, v_BKNC: Tensor, hidden_NN: Tensor, cap: float) -> Tensor:
-    """[B, H, N, C], with scores of cap * tanh(scores / cap), which torch's function lacks."""
+def _attention(
+    q_BHNC: Tensor,
+    k_BKNC: Tensor,
+    v_BKNC: Tensor,
+    hidden_NN: Tensor,
+    cap: float | None,
+    sinks_H: Tensor | None,
+) -> Tensor:
+    """[B, H, N, C], with scores of cap * tanh(scores / cap) and with sinks, which torch's function lacks."""
     group = q_BHNC.shape[1] // k_BKNC.shape[1]
     k_BHNC, v_BHNC = (x_BKNC.repeat_interleave(group, 1) for x_BKNC in (k_BKNC, v_BKNC))
     scores_BHNN = (q_BHNC @ k_BHNC.transpose(2, 3)).float() * q_BHNC.shape[-1] ** -0.5
-    scores_BHNN = (cap * torch.tanh(scores_BHNN / cap)).masked_fill(hidden_NN, float("-inf"))
-    out_BHNC: Tensor = scores_BHNN.softmax(-1).to(v_BHNC.dtype) @ v_BHNC
+    if cap is not None:
+        scores_BHNN = cap * torch.tanh(scores_BHNN / cap)
+    scores_BHNN = scores_BHNN.masked_fill(hidden_NN, float("-inf"))
+    weights_BHNN = softmax_with_sinks(scores_BHNN, None if sinks_H is None else sinks_H[:, None, None])
+    out_BHNC: Tensor = weights_BHNN.to(v_BHNC.dtype) @ v_BHNC
     return out_BHNC
+
+
+def softmax_with_sinks(scores_XL: Tensor, sinks: Tensor | None) -> Tensor:
+    """Softmax over the last dimension and the sink, without the sink's own weight: the weights add up to less than 1.
+
+    sinks: learned scores, one for each head, which broadcast with a last dimension of 1; None for none.
+    """
+    if sinks is None:
+        return scores_XL.softmax(-1)
+    # A whole tile of columns keeps the sums of a row in the same order for every number of keys.
+    columns = F.pad(sinks.to(scores_XL.dtype), (0, _SINK_COLUMNS - 1), value=float("-inf"))
+    columns_XS = columns.expand(*scores_XL.shape[:-1], _SINK_COLUMNS)
+    return torch.cat((scores_XL, columns_XS), dim=-1).softmax(-1)[..., : scores_XL.shape[-1]]
 
 
 class EncoderAttend:
@@ -80,7 +109,10 @@ class EncoderAttend:
         self.real_BS = real_BS
         """True for tokens, False for padding."""
 
-    def __call__(self, _layer: int, q_THC: Tensor, k_TKC: Tensor, v_TKC: Tensor) -> Tensor:
+    def __call__(
+        self, _layer: int, q_THC: Tensor, k_TKC: Tensor, v_TKC: Tensor, sinks_H: Tensor | None = None
+    ) -> Tensor:
+        assert sinks_H is None, "an encoder has no sinks"
         return _over_source(q_THC, k_TKC, v_TKC, self.real_BS)
 
 

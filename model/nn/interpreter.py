@@ -23,10 +23,15 @@ class Interpreter:
         config = decoder.config
         self._decoder, self._config = decoder, config
         modules: dict[str, Any] = {**dict(decoder.named_modules()), "": None}  # which calls the decoder itself ""
-        self._operations: list[tuple[Operation, Any, Any]] = [
-            (operation, modules[operation.module], modules.get(operation.module.rpartition(".")[0]))
-            for operation in decoder_program(config)
-            if operation.kind not in (Kind.EMBED, Kind.HEAD)
+        operations = [each for each in decoder_program(config) if each.kind not in (Kind.EMBED, Kind.HEAD)]
+        self._operations: list[tuple[Operation, Any, Any, bool]] = [
+            (
+                operation,
+                modules[operation.module],
+                modules.get(operation.module.rpartition(".")[0]),
+                _is_read_again(operation.source, operations[index + 1 :]),
+            )
+            for index, operation in enumerate(operations)
         ]
         self._layers: list[Any] = [(block.attention, block.rope) for block in decoder.blocks]
         self._unweighted = make_norm(config) if not config.norm_weight else None
@@ -37,16 +42,19 @@ class Interpreter:
         """See Decoder.forward."""
         x_TD, factors = self._decoder.embed(tokens_T, positions_T)
         values: dict[Register, Any] = {Register.RESIDUAL: x_TD}
-        for operation, module, parent in self._operations:
+        for operation, module, parent, is_kept in self._operations:
             source, target, layer = operation.source, operation.target, operation.layer
-            value = values[source] if source == Register.RESIDUAL else values.pop(source)
+            value = values[source] if is_kept else values.pop(source)
             match operation.kind:
                 case Kind.NORM:
                     norm = module or (self._unweighted if operation.norm != "none" else None)
                     result = norm(value) if norm else value
-                case Kind.LINEAR:
-                    result = module(value)
-                    if operation.activation:
+                case Kind.ROUTE:
+                    result = parent.route(value)
+                case Kind.LINEAR | Kind.EXPERTS:
+                    is_linear = operation.kind == Kind.LINEAR
+                    result = module(value) if is_linear else module(value, values.pop(Register.ROUTES))
+                    if is_linear and operation.activation:
                         result = parent.activated(result)
                     if operation.factor != 1.0:
                         result = result * operation.factor
@@ -54,7 +62,8 @@ class Interpreter:
                     attention, rope = self._layers[layer]
                     result = attention.split_heads(value, factors.rotations[rope], factors.query_scale_T11)
                 case Kind.ATTENTION:
-                    result = attend(layer, *value).flatten(1)
+                    q_THC, k_TKC, v_TKC = value
+                    result = attend(layer, q_THC, k_TKC, v_TKC, self._layers[layer][0].sinks).flatten(1)
                 case Kind.CROSS_ATTENTION:
                     assert cross is not None, "a decoder with an encoder needs a source"
                     result = cross(layer, self._scaled(value.view(len(value), -1, self._config.head_dim))).flatten(1)
@@ -68,3 +77,13 @@ class Interpreter:
         """Queries for CrossAttend, which divides scores by sqrt(head_dim)."""
         factor = self._config.q_factor
         return q_THC if factor == 1.0 else q_THC * factor
+
+
+def _is_read_again(register: Register, operations: list[Operation]) -> bool:
+    """Whether one of these operations reads the register before one overwrites it."""
+    for operation in operations:
+        if operation.source == register or (operation.target == register and operation.accumulates):
+            return True
+        if operation.target == register:
+            return False
+    return False

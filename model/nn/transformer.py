@@ -5,7 +5,7 @@ argument (model/nn/attention.py), so the same weights serve training, the refere
 The encoder's source is a sequence like any other, with bidirectional attention.
 
 Shape legend: T tokens of a step (all sequences concatenated), D width, H query heads, K kv heads, N = H + 2 K, C
-head_dim, F mlp_width, V vocabulary, S tokens of a source, or rows that need logits.
+head_dim, V vocabulary, S tokens of a source, or rows that need logits.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.config import ModelConfig, Rope
-from model.decoder_program import ACTIVATION_PARAMETERS
 from model.nn.attention import Attend, CrossAttend
+from model.nn.feed_forward import FeedForward, MixtureOfExperts
 from model.nn.layers import (
     FastModule,
     Linear,
     RMSNorm,
-    activate,
     make_head_norm,
     make_norm,
     product,
@@ -65,7 +64,9 @@ class Block(FastModule):
         self.norm_attention, self.norm_attention_output = norms(self.attention)
         self.cross = CrossAttention(config, layer) if cross else None
         self.norm_cross, self.norm_cross_output = norms(self.cross)
-        self.mlp = FeedForward(config) if config.mlp_width else None
+        has_experts = config.layer_kind(layer).mlp == "experts"
+        dense = FeedForward(config, config.mlp_width) if config.mlp_width and not has_experts else None
+        self.mlp: FeedForward | MixtureOfExperts | None = MixtureOfExperts(config) if has_experts else dense
         self.norm_mlp, self.norm_mlp_output = norms(None if config.shared_norm else self.mlp)
 
     def forward(
@@ -80,22 +81,25 @@ class Block(FastModule):
             attended_TD = self._scaled(attention(norm(x_TD)))
             added_TD: Tensor = x_TD + attended_TD + self._scaled(self.mlp((self.norm_mlp or norm)(x_TD)))
             return added_TD
-        x_TD = self._add(x_TD, norm, attention, self.norm_attention_output)
+        x_TD = self._add(x_TD, norm, self.norm_attention_output, attention)
         if cross_attention := self.cross:
-            x_TD = self._add(x_TD, self.norm_cross, lambda y_TD: cross_attention(y_TD, cross), self.norm_cross_output)
-        if self.mlp:
-            x_TD = self._add(x_TD, self.norm_mlp, self.mlp, self.norm_mlp_output)
+            x_TD = self._add(x_TD, self.norm_cross, self.norm_cross_output, lambda y_TD: cross_attention(y_TD, cross))
+        if mlp := self.mlp:
+            added = mlp.branches() if isinstance(mlp, MixtureOfExperts) else (mlp,)
+            x_TD = self._add(x_TD, self.norm_mlp, self.norm_mlp_output, *added)
         return x_TD
 
     def _add(
         self,
         x_TD: Tensor,
         norm: nn.Module | None,
-        sublayer: Callable[[Tensor], Tensor],
         norm_output: nn.Module | None,
+        *sublayers: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        added_TD = self._scaled(sublayer(norm(x_TD) if self.is_pre and norm else x_TD))
-        x_TD = x_TD + (norm_output(added_TD) if norm_output else added_TD)
+        y_TD = norm(x_TD) if self.is_pre and norm else x_TD
+        for sublayer in sublayers:
+            added_TD = self._scaled(sublayer(y_TD))
+            x_TD = x_TD + (norm_output(added_TD) if norm_output else added_TD)
         return norm(x_TD) if self.is_post and norm else x_TD
 
     def _scaled(self, x_TD: Tensor) -> Tensor:
@@ -115,11 +119,13 @@ class Attention(FastModule):
         self.q_norm, self.k_norm = (make_head_norm(config, size) for size in config.head_norm_sizes)
         self.norms_after = config.qk_norm_after_rope
         self.out = _out_projection(config)
+        self.sinks = nn.Parameter(torch.empty(config.n_heads)) if config.sinks else None
 
     def forward(
         self, x_TD: Tensor, rotation: Rotation | None, query_scale_T11: Tensor | None, attend: Attend
     ) -> Tensor:
-        attended_TD = attend(self.layer, *self.split_heads(self.qkv(x_TD), rotation, query_scale_T11)).flatten(1)
+        q_THC, k_TKC, v_TKC = self.split_heads(self.qkv(x_TD), rotation, query_scale_T11)
+        attended_TD = attend(self.layer, q_THC, k_TKC, v_TKC, self.sinks).flatten(1)
         return attended_TD if self.out is None else self.out(attended_TD)
 
     def split_heads(
@@ -174,31 +180,6 @@ class CrossAttention(FastModule):
         """k, v [S, K, C] of an encoder's output."""
         k_SKC, v_SKC = self.kv(memory_SD).unflatten(1, (-1, self.head_dim)).chunk(2, dim=1)
         return k_SKC, v_SKC
-
-
-class FeedForward(FastModule):
-    """Two layers with an activation in between; one matrix product computes gate and up."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.gated = config.gated
-        count = ACTIVATION_PARAMETERS.get(config.activation)
-        self.activation = nn.Parameter(torch.empty(count)) if count else None
-        self.name = config.activation
-        n_rows = config.mlp_width * (2 if config.gated else 1)
-        self.up = Linear(n_rows, config.width, bias=config.mlp_bias)
-        self.down = Linear(config.width, config.mlp_width, bias=config.mlp_bias)
-
-    def forward(self, x_TD: Tensor) -> Tensor:
-        down_TD: Tensor = self.down(self.activated(self.up(x_TD)))
-        return down_TD
-
-    def activated(self, hidden_TX: Tensor) -> Tensor:
-        """[T, F]: what `up` computed, activated."""
-        if not self.gated:
-            return activate(self.name, hidden_TX, self.activation)
-        gate_TF, up_TF = hidden_TX.chunk(2, dim=-1)
-        return activate(self.name, gate_TF, self.activation) * up_TF
 
 
 def _out_projection(config: ModelConfig) -> Linear | None:
@@ -287,14 +268,15 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def initialize(self, seed: int) -> Decoder:
-        """Initializes every parameter for training from scratch: normal 0.02, residual outputs and biases 0, norms 1.
+        """Initializes parameters for training from scratch: normal 0.02; residual outputs, biases, sinks 0; norms 1.
 
         Without norms, the deviation is width^-0.5, so that matrices preserve the scale of their input. Before norms of
         outputs, which would raise any small output to the scale of 1, residual outputs are normal, too.
         """
         generator = torch.Generator().manual_seed(seed)
         deviation = self.config.width**-0.5 if self.config.norm == "none" else 0.02
-        zeros = ("bias",) if self.config.has_norm_of_output else ("bias", "out.weight", "down.weight")
+        zeros: tuple[str, ...] = ("bias", "sinks")
+        zeros += () if self.config.has_norm_of_output else ("out.weight", "down.weight", "experts.down")
         for name, parameter in self.named_parameters():
             if name.endswith(zeros) or (self.config.norm_offset and parameter.ndim == 1):
                 parameter.zero_()

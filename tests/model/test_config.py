@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from model.config import ConfigError, LayerKind, ModelConfig, Rope
+from model.config import ConfigError, Experts, LayerKind, ModelConfig, Rope
 from tests.support.model.tiny_models import tiny_config
 
 NOT_POSITIVE = (0, math.nan, math.inf, 10**400, "1", True)
@@ -22,9 +22,13 @@ WRONG: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("norm_eps", "embedding_scale", "residual_scale", "logit_scale"), (*NOT_POSITIVE, None)),
     **dict.fromkeys(("logit_soft_cap", "attention_soft_cap"), NOT_POSITIVE),
     "query_scale": (1.0, "llama4", {}),
+    "experts": (8, "many", {}, {"count": 4}),
     "layer_kinds": ("full", 2.0, (3,), LayerKind()),
     "layer_types": (1, (0.5, 0.5), (-1, 0), ("0", "0"), None),
 }  # fmt: skip
+MIXED = {"layer_kinds": (LayerKind(mlp="experts"),), "mlp_width": 0}
+EXPERTS = {**MIXED, "experts": Experts(count=4, chosen=2, width=8)}
+SHARED = {**MIXED, "experts": Experts(count=4, chosen=2, width=8, shared_width=8)}
 PLAIN = {"norm": "none", "final_norm": False, "rope": None}
 LOCAL, GLOBAL = LayerKind(window=8, rope=Rope()), LayerKind()
 RULES: list[tuple[dict[str, Any], str]] = [
@@ -57,6 +61,19 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"out_projection": False, "norm_position": "sandwich"}, "norm_position must be pre or post"),
     ({"out_projection": False, "residual_scale": 0.5}, "residual_scale 1"),
     ({"rope": Rope(kind="longrope", short_factors=(1.0,) * 7, long_factors=(2.0,) * 7)}, "longrope needs 8"),
+    ({**EXPERTS, "experts": None}, "if and only if a layer kind has mlp experts"),
+    ({"experts": Experts(count=4, chosen=2, width=8)}, "if and only if a layer kind has mlp experts"),
+    ({**EXPERTS, "mlp_width": 8}, "without dense layers mlp_width must be 0"),
+    ({**EXPERTS, "mlp_bias": True}, "mlp_bias needs a feed-forward"),
+    ({**EXPERTS, "parallel_residual": True}, "parallel_residual needs"),
+    ({**EXPERTS, "activation": "xielu"}, "no activation with parameters"),
+    ({**EXPERTS, "n_encoder_layers": 1}, "supports no experts or sinks"),
+    ({"sinks": True, "n_encoder_layers": 1}, "supports no experts or sinks"),
+    *[
+        ({**SHARED, "norm_position": name}, "shared_width need norm_position pre or post")
+        for name in ("output", "sandwich")
+    ],
+    ({"activation": "swiglu_clamped", "gated": False}, "swiglu_clamped needs gated"),
     ({"n_encoder_layers": 1, "attention_soft_cap": 9.0}, "neither query_scale nor attention_soft_cap"),
     ({"n_encoder_layers": 1, "embedding_norm": True}, "nor embedding_norm"),
     ({"norm_bias": True}, "norm_bias needs layernorm, not rmsnorm"),
@@ -127,6 +144,22 @@ def test_impossible_ropes_are_refused(change: dict[str, Any], words: str) -> Non
 def test_impossible_layer_kinds_are_refused(change: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"^{next(iter(change))} of a layer kind cannot be "):
         LayerKind(**change)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"count": 0}, "^count of the experts cannot be 0"),
+        ({"count": 4097}, "^count of the experts cannot be 4097"),
+        ({"chosen": 5}, r"^chosen of the experts \(5\) must not be above count \(4\)"),
+        ({"score": "best"}, "one of softmax, sigmoid, softmax_of_chosen"),
+        ({"score": "softmax_of_chosen", "normalized": True}, "adds up to 1 without normalized"),
+        ({"score": "softmax_of_chosen", "choice_bias": True}, "without choice_bias"),
+    ],
+)
+def test_impossible_experts_are_refused(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Experts(**{"count": 4, "chosen": 2, "width": 8, **change})
 
 
 def test_layers_have_the_kinds_that_layer_types_says() -> None:

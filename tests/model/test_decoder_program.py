@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from model.config import LayerKind, Rope
+from model.config import Experts, LayerKind, Rope
 from model.decoder_program import Kind, cost, decoder_program, encoder_program
 from model.nn.transformer import Decoder
 from model.parameter_shapes import count_parameters, parameter_shapes
@@ -23,6 +23,20 @@ def test_costs_add_up_to_the_model(tied: bool) -> None:
     attention = 4 * 10 * config.n_heads * config.head_dim * config.n_layers
     assert sum(c.flops for c in costs.values()) == 2 * sum(map(math.prod, products)) + attention
     assert sum(c.cached for c in costs.values()) == 10 * config.kv_elements_per_token
+
+
+def test_experts_that_are_not_chosen_cost_nothing() -> None:
+    kinds = (LayerKind(rope=Rope(), mlp="experts"), LayerKind(rope=Rope()))
+    experts = Experts(count=8, chosen=2, width=24, bias=True, router_bias=True, shared_width=16)
+    config = tiny_config(n_layers=2, layer_kinds=kinds, layer_types=(0, 1), experts=experts)
+    operations = decoder_program(config)
+    costs = [cost(config, op, 10) for op in operations if op.kind == Kind.EXPERTS]
+    of_one = 3 * 24 * config.width
+    assert [(each.parameters, each.flops) for each in costs] == [(2 * (of_one + 2 * 24 + config.width), 4 * of_one)]
+    assert [cost(config, op, 10).parameters for op in operations if op.kind == Kind.ROUTE] == [8 * config.width + 8]
+    assert {*Decoder(config).state_dict()} == parameter_shapes(config).keys()
+    kept = [op.weights[0].name for op in operations if "mlp.shared" in op.module]
+    assert kept == ["blocks.0.mlp.shared.up.weight", "blocks.0.mlp.shared.down.weight"]
 
 
 def test_a_window_limits_what_attention_reads() -> None:

@@ -157,6 +157,7 @@ class PackedDecoder:
                 assert not (operation.activation if is_float else operation.accumulates), "not in source/steps.h"
                 gate_rows = operation.weights[0].shape[0] // 2 if operation.gated else 0
                 matrix = self._matrix(*operation.weights, gate_rows=gate_rows, factor=operation.factor)
+                assert operation.activation != "swiglu_clamped", "the kernels do not have it"
                 flag = _ACTIVATIONS[operation.activation] if operation.activation else 0
                 fields = {"flag": flag, "gated": operation.gated, "matrix": ctypes.pointer(matrix)}
                 if operation.parameters:
@@ -168,6 +169,7 @@ class PackedDecoder:
                 if rope := config.layer_kind(operation.layer).rope:
                     fields |= {"rotary_half": config.rotated_dim(rope) // 2, "rope_table": self._rope_tables[rope]}
             case Kind.ATTENTION:
+                assert not operation.weights, "the kernels have no sinks"
                 window, cap = config.layer_kind(operation.layer).window, config.attention_soft_cap
                 fields = {"window": window or 0, "attention_scale": config.score_factor, "attention_cap": cap or 0.0}
             case Kind.ADD:

@@ -29,17 +29,13 @@ from app.engine.memory.memory_plan import TILE
 from app.engine.scheduling.batch_plan import BatchPlan, Chunk, non_finite_chunks
 from model.nn.attention import CrossAttend, masked_positions
 from model.nn.interpreter import Interpreter
-from model.nn.layers import cache_attributes, row_invariant
+from model.nn.layers import SMALL_PRODUCT, cache_attributes, padded_rows, row_invariant
 from model.nn.transformer import Decoder
 
 _SPAN = 512
 """Positions whose softmax is computed together. Memory for scores does not depend on the length."""
 _PIECE = {torch.float32: 128, torch.bfloat16: 512}
 _ATTENTION_ROWS = {torch.float32: 4, torch.bfloat16: 1}
-_LINEAR_ROWS = {torch.float32: 4, torch.bfloat16: 2}
-_SMALL_PRODUCT = {torch.float32: 399, torch.bfloat16: 4096}
-"""Most multiplications of a small product: single heads in float32, any product in bfloat16 (24 of 1,280,000 numbers
-differed with 64 columns and 32 rows of a matrix, none with one row more)."""
 
 
 def groups_of(decoder: Decoder) -> tuple[CacheGroup, ...]:
@@ -127,22 +123,26 @@ class _PagedAttend:
         self.finite_T: Tensor
         """Whether the keys and values of each row are finite, after the last layer."""
 
-    def __call__(self, layer: int, q_THC: Tensor, k_TKC: Tensor, v_TKC: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, q_THC: Tensor, k_TKC: Tensor, v_TKC: Tensor, sinks_H: Tensor | None = None
+    ) -> Tensor:
         group, place = self._places[layer]
         if layer == len(self._places) - 1:  # a row attends to itself, so it hands on what is not finite
             self.finite_T = (k_TKC.isfinite() & v_TKC.isfinite()).flatten(1).all(1)
         cache, slots_X, row_groups = self._steps[group]
         cache.write(place, k_TKC, v_TKC, slots_X)
-        return attend_groups(cache, place, row_groups, q_THC)
+        return attend_groups(cache, place, row_groups, q_THC, sinks_H)
 
 
-def attend_groups(cache: KVCache, layer: int, groups: Items[RowGroup], q_THC: Tensor) -> Tensor:
+def attend_groups(
+    cache: KVCache, layer: int, groups: Items[RowGroup], q_THC: Tensor, sinks_H: Tensor | None = None
+) -> Tensor:
     """[T, H, C]: softmax(q k^T / sqrt(C)) v of each group's tokens over its blocks; zeros after the last group."""
     q_TKGC = (q_THC * q_THC.shape[-1] ** -0.5).unflatten(1, (cache.config.n_kv_heads, -1))
     parts, start = [], 0
     for group in groups:
         stop = start + group.batch * group.length
-        parts.append(_attend(cache, layer, group, q_TKGC[start:stop]))
+        parts.append(_attend(cache, layer, group, q_TKGC[start:stop], sinks_H))
         start = stop
     if start < len(q_THC):
         parts.append(q_THC.new_zeros(len(q_THC) - start, *q_THC.shape[1:]))
@@ -177,25 +177,33 @@ class _Partial(NamedTuple):
     """softmax(scores) v in float32; zeros where all are masked."""
 
 
-def _attend(cache: KVCache, layer: int, group: RowGroup, q_TKGC: Tensor) -> Tensor:
+def _attend(cache: KVCache, layer: int, group: RowGroup, q_TKGC: Tensor, sinks_H: Tensor | None) -> Tensor:
     """[batch * length, H, C]."""
     batch, length = group.batch, group.length
     n_kv, n_group, head_dim = q_TKGC.shape[1:]
     q_XRC = q_TKGC.unflatten(0, (batch, length)).transpose(1, 2).reshape(batch * n_kv, length * n_group, head_dim)
-    n_rows = _rows(q_XRC.shape[1], _ATTENTION_ROWS[q_XRC.dtype], _SMALL_PRODUCT[q_XRC.dtype] // (TILE * head_dim) + 1)
+    n_rows = _rows(q_XRC.shape[1], _ATTENTION_ROWS[q_XRC.dtype], SMALL_PRODUCT[q_XRC.dtype] // (TILE * head_dim) + 1)
     padded_XRC = F.pad(q_XRC, (0, 0, 0, n_rows - q_XRC.shape[1]))
     n_positions = group.hidden_B1NL.shape[-1]
-    if n_positions <= _SPAN:
+    if n_positions <= _SPAN and sinks_H is None:
         out_XRC, _, _ = _attend_to_span(cache, layer, group, padded_XRC, 0, n_positions)
     else:
-        out_XRC = _attend_to_spans(cache, layer, group, padded_XRC).to(q_XRC.dtype)
+        sinks = None if sinks_H is None else _sinks(sinks_H, q_XRC, n_kv, length)
+        out_XRC = _attend_to_spans(cache, layer, group, padded_XRC, sinks).to(q_XRC.dtype)
     out_BNHC = out_XRC.reshape(batch, n_kv, length, n_group, head_dim).transpose(1, 2)
     return out_BNHC.reshape(-1, n_kv * n_group, head_dim)
 
 
-def _attend_to_spans(cache: KVCache, layer: int, group: RowGroup, q_XRC: Tensor) -> Tensor:
+def _sinks(sinks_H: Tensor, q_XRC: Tensor, n_kv: int, length: int) -> _Partial:
+    """Attention over sinks alone: scores of heads, before all positions and without values."""
+    batch, n_group = len(q_XRC) // n_kv, len(sinks_H) // n_kv
+    best_XR1 = sinks_H.float().view(n_kv, n_group).repeat(batch, length)[..., None]
+    return _Partial(best_XR1, torch.ones_like(best_XR1), best_XR1.new_zeros(*best_XR1.shape[:2], q_XRC.shape[2]))
+
+
+def _attend_to_spans(cache: KVCache, layer: int, group: RowGroup, q_XRC: Tensor, sinks: _Partial | None) -> Tensor:
     """[X, R, C] in float32, without the padding rows of q."""
-    merged = None
+    merged = sinks
     for start in range(0, n_positions := group.hidden_B1NL.shape[-1], _SPAN):
         stop = min(start + _SPAN, n_positions)
         out_XRC, scores_XRS, weights_XRS = _attend_to_span(cache, layer, group, q_XRC, start, stop)
@@ -320,7 +328,8 @@ class TorchExecutor:
         self._attend_sources = attend_sources
         self._hidden_TD = torch.empty(0)
         self.not_finite: Items[Chunk] = ()
-        self._smallest = min(parameter.numel() for parameter in decoder.parameters() if parameter.ndim == 2)
+        matrices = [x for name, x in decoder.named_parameters() if x.ndim == 2 and not name.endswith("bias")]
+        self._smallest = min(matrix.numel() for matrix in matrices)
 
     @torch.inference_mode()
     def run(self, plan: BatchPlan) -> Items[Chunk]:
@@ -375,5 +384,4 @@ class TorchExecutor:
 
     def _padded(self, count: int) -> int:
         """Number of rows to which `count` rows must be padded, so that the matrix products are batch-invariant."""
-        dtype = self._decoder.embedding.dtype
-        return _rows(count, _LINEAR_ROWS[dtype], _SMALL_PRODUCT[dtype] // self._smallest + 1)
+        return padded_rows(count, self._decoder.embedding.dtype, self._smallest)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from app.engine.execution.torch_executor import groups_of
+from app.engine.gpu.format_support import describe_unsupported
 from app.engine.gpu.kernels.interface import AttentionBatch, HeadsSpec, Kernels, NormSpec, RowLookup
 from app.engine.gpu.padded_lm_head import padded_lm_head
 from app.engine.memory.cache_groups import cache_places
@@ -30,6 +31,7 @@ class PagedDecoder:
         """Logits [S, V] of hidden states [S, D], in the number format of the weights; the row stride may exceed V."""
         cache_attributes(decoder)
         self.config = decoder.config
+        assert describe_unsupported(self.config) is None
         self._kernels = kernels
         self.embedding = decoder.embedding
         """Never quantized; it defines device and number format of a step."""

@@ -1,11 +1,16 @@
-"""Whether a GPU and its torch support a weight format."""
+"""Whether a GPU and its torch support a weight format, and Triton's kernels a model."""
 
 from __future__ import annotations
 
+from typing import get_args
+
 import torch
 
+from model.config import Activation, ModelConfig
 from model.weight_formats import Quantize, needs_gpu
 
+ACTIVATIONS: tuple[Activation, ...] = tuple(name for name in get_args(Activation) if name != "swiglu_clamped")
+"""Those that Triton's kernels compute."""
 _FP8_CAPABILITY = (8, 9)
 _FP8_TORCH = {(8, 9): (2, 12)}
 """The first torch whose product scales rows of fp8 on GPUs of this compute capability, where that is not the oldest."""
@@ -40,3 +45,15 @@ def check_quantize(
         )
     if dtype != torch.bfloat16:
         raise ValueError("--quantize fp8 computes in bfloat16: use --dtype bfloat16 or auto")
+
+
+def describe_unsupported(config: ModelConfig) -> str | None:
+    """Why Triton's kernels cannot compute this model; None if they can."""
+    parts = {
+        "an encoder": config.n_encoder_layers > 0,
+        "experts": config.experts is not None,
+        "attention sinks": config.sinks,
+        f"the activation {config.activation}": config.activation not in ACTIVATIONS,
+    }
+    unsupported = next((part for part, is_used in parts.items() if is_used), None)
+    return unsupported and f"the model has {unsupported}, which Triton's kernels do not compute"

@@ -35,7 +35,10 @@ class TrainingAttend:
         self.tiles = [tiles[window] for window in windows]
         """Of each layer."""
 
-    def __call__(self, layer: int, q_THC: Tensor, k_TKC: Tensor, v_TKC: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, q_THC: Tensor, k_TKC: Tensor, v_TKC: Tensor, sinks_H: Tensor | None = None
+    ) -> Tensor:
+        assert sinks_H is None, "CausalAttend has sinks"
         n_kv_heads, group = k_TKC.shape[1], q_THC.shape[1] // k_TKC.shape[1]
         q_MRC = _by_kv_head(q_THC.unflatten(1, (n_kv_heads, group)), self.length).flatten(1, 2)
         k_MNC, v_MNC = (_by_kv_head(x_TKC, self.length) for x_TKC in (k_TKC, v_TKC))

@@ -174,7 +174,8 @@ class Objective:
         inputs_RN, sources, cross = batch.inputs_RN, batch.sources, None
         config, length = self.decoder.config, inputs_RN.shape[1]
         cap = config.attention_soft_cap
-        attend = attend_for(length, config.windows) if cap is None else CausalAttend(length, config.windows, cap)
+        is_special = cap is not None or config.sinks
+        attend = CausalAttend(length, config.windows, cap) if is_special else attend_for(length, config.windows)
         positions_T = torch.arange(inputs_RN.shape[1], device=self.device).repeat(len(inputs_RN))
         with self._autocast():
             if sources:

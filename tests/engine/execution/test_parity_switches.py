@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from app.common.types import Request, SamplingParams
-from model.config import Activation, NormPosition, QkNorm, RopeKind
+from model.config import Activation, ExpertScore, NormPosition, QkNorm, RopeKind
 from model.nn.layers import ACTIVATIONS, activate
 from model.nn.reference import generate
 from tests.support.engine.parity import expect_parity
@@ -64,7 +64,7 @@ def test_random_decoders_cover_both_values_of_every_switch() -> None:
     names |= {"norm_position": len(get_args(NormPosition)), "qk_norm": len(get_args(QkNorm))}
     two = ("tied_head", "parallel_residual", "out_projection", "final_norm", "head_bias", "norm_bias", "gated")
     two += ("qkv_bias", "norm_offset", "norm_weight", "shared_norm", "qk_norm_after_rope", "embedding_norm")
-    two += ("residual_scale", "logit_scale", "query_scale", "logit_soft_cap", "attention_soft_cap")
+    two += ("sinks", "residual_scale", "logit_scale", "query_scale", "logit_soft_cap", "attention_soft_cap")
     names |= dict.fromkeys(two, 2)
     assert {name: len({getattr(config, name) for config in configs}) for name in names} == names
     kinds = [kind for config in configs for kind in config.layer_kinds]
@@ -74,6 +74,11 @@ def test_random_decoders_cover_both_values_of_every_switch() -> None:
     assert {len(config.layer_kinds) for config in configs} == {1, 2}
     assert any(len(config.ropes) == 2 for config in configs), "layers with different ropes"
     assert {config.mlp_width == 0 for config in configs} == {True, False}
+    mixtures = [config.experts for config in configs if config.experts]
+    assert {experts.score for experts in mixtures} == set(get_args(ExpertScore))
+    switches = ("normalized", "factor", "router_bias", "choice_bias", "bias", "shared_width")
+    assert all(len({getattr(experts, name) for experts in mixtures}) == 2 for name in switches)
+    assert {len({kind.mlp for kind in config.layers}) for config in configs if config.experts} == {1, 2}
 
 
 @one_way

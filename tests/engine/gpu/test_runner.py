@@ -20,6 +20,7 @@ from app.engine.execution.engine import Engine
 from app.engine.execution.warmup_batches import dummies
 from app.engine.gpu.cuda_capture import CudaCapture
 from app.engine.gpu.executor import DeviceExecutor
+from app.engine.gpu.format_support import describe_unsupported
 from app.engine.gpu.resident_batch import ResidentBatch
 from app.engine.gpu.runner import DeviceRunner
 from app.engine.gpu.transfers import Download
@@ -240,6 +241,8 @@ def test_step_without_samples_is_awaited_like_any_other(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("seed", range(12))
 def test_every_kind_of_decoder_gives_the_output_of_torch(seed: int) -> None:
+    if unsupported := describe_unsupported(random_config(seed)):
+        pytest.skip(unsupported)
     decoder = tiny_decoder(random_config(seed), seed=seed)
     requests = [replace(r, max_tokens=8) for r in _few_requests(decoder.config.vocab_size, greedy=True)]
     wanted = run_all(tiny_engine(decoder, blocks=200), requests)

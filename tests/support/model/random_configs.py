@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from functools import cache
 from itertools import count
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from model.config import (
     Activation,
     ConfigError,
+    Experts,
+    ExpertScore,
     LayerKind,
     ModelConfig,
     NormPosition,
@@ -45,7 +47,9 @@ def random_config(seed: int) -> ModelConfig:
         ropes = [Rope(dim=dim, **scaling), None, Rope(theta=50.0, dim=2)]
         rng.shuffle(ropes)
         windows = rng.choice([(None,), (40,), (9, None), (40, 9), (9, 9)])
-        kinds = tuple(dict.fromkeys(LayerKind(window=w, rope=r) for w, r in zip(windows, ropes, strict=False)))
+        experts, mlps = random_experts(rng, seed)
+        of_layers = zip(windows, ropes, mlps, strict=False)
+        kinds = tuple(dict.fromkeys(LayerKind(window=w, rope=r, mlp=mlp) for w, r, mlp in of_layers))
         heads = kv_heads * rng.choice([1, 2, 3, 4])
         changes: dict[str, Any] = {
             "vocab_size": rng.choice([99, 320]),
@@ -54,7 +58,9 @@ def random_config(seed: int) -> ModelConfig:
             "head_dim": head_dim,
             "width": rng.choice([33, 50, 96]) if seed % 3 else heads * head_dim,
             "out_projection": seed % 3 > 0,
-            "mlp_width": rng.choice([0, 33, 70, 256]),
+            "mlp_width": rng.choice([0, 33, 70, 256]) if any(kind.mlp == "dense" for kind in kinds) else 0,
+            "experts": experts if any(kind.mlp == "experts" for kind in kinds) else None,
+            "sinks": seed % 5 == 1,
             "n_layers": rng.choice([1, 2]) if len(kinds) == 1 else 2,
             "layer_kinds": kinds,
             "layer_types": tuple(range(len(kinds))) if len(kinds) > 1 else (),
@@ -79,3 +85,24 @@ def random_config(seed: int) -> ModelConfig:
         except ConfigError:
             continue
     raise AssertionError
+
+
+def random_experts(rng: random.Random, seed: int) -> tuple[Experts | None, list[Literal["dense", "experts"]]]:
+    """Experts of every second decoder, and the feed-forward of each kind of layer."""
+    if seed % 2 == 0:
+        return None, ["dense", "dense"]
+    score = get_args(ExpertScore)[seed // 2 % len(get_args(ExpertScore))]
+    is_of_chosen, count = score == "softmax_of_chosen", rng.choice([3, 8, 20])
+    experts = Experts(
+        count=count,
+        chosen=rng.choice([1, 2, count]),
+        width=rng.choice([7, 32, 65]),
+        score=score,
+        normalized=not is_of_chosen and rng.random() < 0.5,
+        factor=rng.choice([1.0, 2.5]),
+        router_bias=rng.random() < 0.5,
+        choice_bias=not is_of_chosen and rng.random() < 0.5,
+        bias=rng.random() < 0.5,
+        shared_width=rng.choice([0, 33]),
+    )
+    return experts, rng.choice([["experts", "experts"], ["dense", "experts"], ["experts", "dense"]])

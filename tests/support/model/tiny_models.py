@@ -75,7 +75,7 @@ def tiny_decoder(config: ModelConfig | None = None, *, seed: int = 0, dtype: tor
             elif parameter.ndim == 1:
                 parameter.uniform_(0.5, 1.5, generator=generator)
             else:
-                parameter.normal_(0.0, 2.5 * parameter.shape[1] ** -0.5, generator=generator)
+                parameter.normal_(0.0, 2.5 * parameter.shape[-1] ** -0.5, generator=generator)
     return decoder.to(dtype).requires_grad_(False).eval()
 
 
@@ -132,7 +132,9 @@ def block_pools(
 
 def can_be_native(decoder: Decoder) -> bool:
     """Whether the C++ kernels support the decoder (app/engine/cpu/toolchain/backend_selection.py)."""
-    return not decoder.config.n_encoder_layers and decoder.config.n_heads * decoder.config.head_dim % 2 == 0
+    config = decoder.config
+    has_unknown = config.n_encoder_layers or config.experts or config.sinks or config.activation == "swiglu_clamped"
+    return not has_unknown and config.n_heads * config.head_dim % 2 == 0
 
 
 def round_weights_for(way: str, decoder: Decoder) -> None:
