@@ -39,6 +39,10 @@ class NativeOperation(Structure):
         ("matrix", POINTER(Matrix)),
         *((name, c_void_p) for name in ("weight", "bias", "rope_table", "query_scale")),
         *((name, c_int32) for name in ("norms_width", "norms_after")),
+        ("down", POINTER(Matrix)),
+        *((name, c_int32) for name in ("experts", "chosen", "score", "normalized")),
+        ("expert_factor", c_float),
+        ("unused", c_int32),
     )
 
 

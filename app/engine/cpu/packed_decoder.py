@@ -1,7 +1,7 @@
 """Translates a decoder into a list of native operations, and packs its matrices.
 
 Registers are numbered as in source/steps.h, kinds as in source/interface.h, norms as in source/elementwise.h, which
-numbers activations as model/config.py lists them.
+numbers activations as model/config.py lists them, and scores as in source/experts.h.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from app.engine.cpu.huge_pages import HugepageAllocator
 from app.engine.cpu.library import Cache, Matrix, NativeOperation, Shape, address_of
 from app.engine.memory.cache_groups import cache_groups, cache_places
-from model.config import Activation, ModelConfig
+from model.config import Activation, ExpertScore, ModelConfig
 from model.decoder_program import Kind, Operation, Register, Weight, decoder_program
 from model.number_formats import Array, as_float32
 from model.positions import query_scale_table, rope_table, sinusoid_table
@@ -33,6 +33,7 @@ BLOCK = 16
 _FLOATS = (Register.RESIDUAL, Register.QKV, Register.BRANCH)
 _NORMS = {"none": 0, "rmsnorm": 1, "layernorm": 2}
 _ACTIVATIONS = {name: number for number, name in enumerate(get_args(Activation), 1)}
+_SCORES = {name: number for number, name in enumerate(get_args(ExpertScore))}
 
 
 def padded_head_dim(config: ModelConfig) -> int:
@@ -141,7 +142,8 @@ class PackedDecoder:
         c = self.config
         heads = c.n_heads * c.head_dim
         qkv = heads + 2 * c.n_kv_heads * c.head_dim
-        sizes = (c.width, qkv, max(c.width, heads), c.mlp_width, c.n_heads * padded_head_dim(c), c.width, c.width)
+        hidden = max(c.mlp_width, c.experts.shared_width if c.experts else 0)
+        sizes = (c.width, qkv, max(c.width, heads), hidden, c.n_heads * padded_head_dim(c), c.width, c.width)
         return (ctypes.c_int32 * len(sizes))(*(_round_up(size, PANEL) for size in sizes))
 
     def _native(self, operation: Operation) -> NativeOperation:
@@ -157,7 +159,6 @@ class PackedDecoder:
                 assert not (operation.activation if is_float else operation.accumulates), "not in source/steps.h"
                 gate_rows = operation.weights[0].shape[0] // 2 if operation.gated else 0
                 matrix = self._matrix(*operation.weights, gate_rows=gate_rows, factor=operation.factor)
-                assert operation.activation != "swiglu_clamped", "the kernels do not have it"
                 flag = _ACTIVATIONS[operation.activation] if operation.activation else 0
                 fields = {"flag": flag, "gated": operation.gated, "matrix": ctypes.pointer(matrix)}
                 if operation.parameters:
@@ -169,11 +170,15 @@ class PackedDecoder:
                 if rope := config.layer_kind(operation.layer).rope:
                     fields |= {"rotary_half": config.rotated_dim(rope) // 2, "rope_table": self._rope_tables[rope]}
             case Kind.ATTENTION:
-                assert not operation.weights, "the kernels have no sinks"
                 window, cap = config.layer_kind(operation.layer).window, config.attention_soft_cap
                 fields = {"window": window or 0, "attention_scale": config.score_factor, "attention_cap": cap or 0.0}
+                fields["weight"] = sum(map(self._vector, operation.weights))  # sinks, if it has them
             case Kind.ADD:
                 fields = {"columns": config.width}
+            case Kind.ROUTE:
+                fields = self._router(operation)
+            case Kind.EXPERTS:
+                fields = self._experts(operation)
             case _:
                 raise AssertionError(f"the kernels have no {kind.name}")
         group, layer = self._places[operation.layer]
@@ -187,6 +192,38 @@ class PackedDecoder:
             eps=config.norm_eps,
             **fields,
         )
+
+    def _router(self, operation: Operation) -> dict[str, Any]:
+        """Its matrix keeps the decoder's number format: rounding would choose other experts."""
+        experts = self.config.experts
+        assert experts
+        weight, *others = operation.weights
+        bias = others.pop(0) if experts.router_bias else None
+        matrix = self._matrix(weight, bias, weight_format=WeightFormat(kind=self._dtype))
+        return {
+            "matrix": ctypes.pointer(matrix),
+            "weight": sum(map(self._vector, others)),  # addends of scores, if it has them
+            "experts": experts.count,
+            "chosen": experts.chosen,
+            "score": _SCORES[experts.score],
+            "normalized": experts.normalized,
+            "expert_factor": experts.factor,
+        }
+
+    def _experts(self, operation: Operation) -> dict[str, Any]:
+        experts, activation = self.config.experts, operation.activation
+        assert experts
+        up, down, *biases = operation.weights
+        up_bias, down_bias = biases or (None, None)
+        gate_rows = up.shape[1] // 2 if operation.gated else 0
+        return {
+            "flag": _ACTIVATIONS[activation] if activation else 0,
+            "gated": operation.gated,
+            "matrix": self._matrices(up, up_bias, gate_rows=gate_rows),
+            "down": self._matrices(down, down_bias, factor=operation.factor),
+            "experts": experts.count,
+            "chosen": experts.chosen,
+        }
 
     def _norm_vectors(self, operation: Operation) -> tuple[int, int]:
         """Addresses of a norm's factors and bias; 0 without."""
@@ -215,34 +252,67 @@ class PackedDecoder:
         right, left = np.logaddexp(0.0, as_float32(self._read(parameters.name, self._dtype)).astype(np.float64))
         return _padded(np.array([right, 0.5 + left]), LANES)
 
-    def _matrix(self, weight: Weight, bias: Weight | None = None, *, gate_rows: int = 0, factor: float = 1.0) -> Matrix:
-        """factor: of the product and of the bias."""
-        n_rows, k = weight.shape
-        panels = -(-gate_rows // LANES) if gate_rows else -(-n_rows // PANEL)
-        rows = None if self._is_restored else _packed_rows(n_rows, gate_rows, panels)
-        number = self._library.ink_format(self._format.kind.encode(), self._is_bf16)
-        assert number >= 0, f"the kernels multiply {self._dtype} with no {self._format.kind}"
-        address = self.memory.allocate(self._library.ink_packed_bytes(panels, k, self._is_bf16, number))
-        scales = None if self._is_restored else self._pack_matrix(weight.name, gate_rows, panels, number, address)
-        has_scales = self._format.is_quantized or factor != 1.0
-        if scales is None and factor != 1.0:
-            scales = np.ones(n_rows, np.float32)
-        scale_address = self._stored(panels * PANEL, lambda: _rearranged(scales, rows) * factor) if has_scales else 0
-        bias_address = self._vector(bias, panels * PANEL, rows, factor=factor) if bias else 0
-        steps = -(-k // (2 if self._is_bf16 else 1))
-        return Matrix(address, bias_address, scale_address, panels * PANEL, steps, number)
+    def _matrix(self, weight: Weight, bias: Weight | None = None, **options: Any) -> Matrix:
+        """The only matrix of a weight [rows, columns]: see _matrices()."""
+        matrix: Matrix = self._matrices(weight, bias, **options)[0]
+        return matrix
 
-    def _pack_matrix(self, weight: str, gate_rows: int, panels: int, number: int, address: int) -> Array | None:
-        """Packs the tensor to `address` in the format of this number; returns the scales of its rows, if it has any."""
-        numbers, scales = self._read(weight, self._dtype), None
-        n_rows, k = numbers.shape
-        if self._format.is_quantized:
-            wide, numbers, scales = numbers, np.empty((n_rows, k), np.int8), np.empty(n_rows, np.float32)
-            addresses = (address_of(numbers), address_of(scales))
-            self._library.ink_quantize(self._pool, address_of(wide), n_rows, k, self._is_bf16, number, *addresses)
-        self._library.ink_pack(
-            self._pool, address_of(numbers), n_rows, k, gate_rows, panels, self._is_bf16, number, address
-        )
+    def _matrices(
+        self,
+        weight: Weight,
+        bias: Weight | None = None,
+        *,
+        gate_rows: int = 0,
+        factor: float = 1.0,
+        weight_format: WeightFormat | None = None,
+    ) -> ctypes.Array[Matrix]:
+        """The matrices of a weight [experts, rows, columns].
+
+        factor: of the product and of the bias. weight_format: if it differs from the decoder's.
+        """
+        *experts, n_rows, k = weight.shape
+        count, weight_format = math.prod(experts), weight_format or self._format
+        panels = -(-gate_rows // LANES) if gate_rows else -(-n_rows // PANEL)
+        rows, outputs = None if self._is_restored else _packed_rows(n_rows, gate_rows, panels), panels * PANEL
+        number = self._library.ink_format(weight_format.kind.encode(), self._is_bf16)
+        assert number >= 0, f"the kernels multiply {self._dtype} with no {weight_format.kind}"
+        n_bytes = self._library.ink_packed_bytes(panels, k, self._is_bf16, number)
+        start = self.memory.allocate(count * n_bytes)
+        addresses = [start + expert * n_bytes for expert in range(count)]
+        is_quantized, scales = weight_format.is_quantized, None
+        if not self._is_restored:
+            scales = self._pack(weight, gate_rows, panels, number, addresses, is_quantized=is_quantized)
+        has_scales = is_quantized or factor != 1.0
+        scale = self._stored(count * outputs, lambda: _rearranged(scales, rows) * factor) if has_scales else 0
+        addend = self._vector(bias, count * outputs, rows, factor=factor) if bias else 0
+        steps = -(-k // (2 if self._is_bf16 else 1))
+        vectors = [[at and at + 4 * outputs * expert for at in (addend, scale)] for expert in range(count)]
+        places = zip(addresses, vectors, strict=True)
+        return (Matrix * count)(*(Matrix(address, *of, outputs, steps, number) for address, of in places))
+
+    def _pack(
+        self,
+        weight: Weight,
+        gate_rows: int,
+        panels: int,
+        number: int,
+        addresses: Items[int],
+        *,
+        is_quantized: bool,
+    ) -> Array:
+        """Packs each matrix of a weight to its address in the format of this number; returns the scales of all rows."""
+        *_, n_rows, k = weight.shape
+        scales = np.ones((len(addresses), n_rows), np.float32)
+        codes = np.empty((n_rows, k), np.int8) if is_quantized else None
+        tensor = self._read(weight.name, self._dtype).reshape(-1, n_rows, k)
+        for numbers, address, of in zip(tensor, addresses, scales, strict=True):
+            if codes is not None:
+                to = (address_of(codes), address_of(of))
+                self._library.ink_quantize(self._pool, address_of(numbers), n_rows, k, self._is_bf16, number, *to)
+            source = numbers if codes is None else codes
+            self._library.ink_pack(
+                self._pool, address_of(source), n_rows, k, gate_rows, panels, self._is_bf16, number, address
+            )
         return scales
 
     def _vector(
@@ -264,7 +334,7 @@ class PackedDecoder:
             array = as_float32(self._read(weight.name, self._dtype)).reshape(-1)
             if (factor, offset) != (1.0, 0.0):
                 array = array * np.float32(factor) + np.float32(offset)
-            return _rearranged(array, rows) if rows else _padded(array, LANES)
+            return _rearranged(array.reshape(-1, weight.shape[-1]), rows) if rows else _padded(array, LANES)
 
         return self._stored(size, numbers)
 
@@ -289,9 +359,9 @@ def _padded(numbers: Array, unit: int) -> Array:
 
 
 def _rearranged(numbers: Array | None, rows: list[int] | None) -> Array:
-    """The numbers of these rows; 0 for padding."""
+    """The numbers of these rows of each matrix; 0 for padding."""
     assert numbers is not None
-    array: Array = np.append(numbers, np.float32(0))[rows]
+    array: Array = np.pad(numbers, ((0, 0), (0, 1)))[:, rows]
     return array
 
 

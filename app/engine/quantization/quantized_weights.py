@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from model.nn.feed_forward import RoutedExperts
 from model.nn.layers import Linear
 from model.nn.transformer import Decoder
 from model.weight_formats import KINDS, Codes, WeightFormat
@@ -50,12 +51,14 @@ def quantize(weight: Tensor, largest: float) -> Quantized:
 
 
 def round_weights(decoder: Decoder, weight_format: WeightFormat) -> None:
-    """Rounds each matrix of `decoder` to the grid of this format: its accuracy without its speed."""
+    """Rounds each matrix of `decoder` except routers to the grid of this format: its accuracy without its speed."""
     if not weight_format.is_quantized:
         return
     for owner in decoder.modules():
         if isinstance(owner, Linear):
             owner.weight = _rounded(owner.weight, weight_format)
+        if isinstance(owner, RoutedExperts):
+            owner.up, owner.down = _rounded(owner.up, weight_format), _rounded(owner.down, weight_format)
     decoder.embedding = _rounded(decoder.embedding, weight_format)
     if decoder.untied_head is not None:
         decoder.untied_head = _rounded(decoder.untied_head, weight_format)
@@ -68,8 +71,8 @@ def _quantize(wide: Tensor, largest: float) -> Quantized:
 
 
 def _rounded(weight: Tensor, weight_format: WeightFormat) -> nn.Parameter:
-    wide = DEQUANTIZED[weight_format.facts.codes](weight, weight_format)
-    return nn.Parameter(wide.to(weight.dtype), requires_grad=False)
+    wide = DEQUANTIZED[weight_format.facts.codes](weight.flatten(0, -2), weight_format)
+    return nn.Parameter(wide.to(weight.dtype).view_as(weight), requires_grad=False)
 
 
 def _from_integers(weight: Tensor, weight_format: WeightFormat) -> Tensor:

@@ -30,7 +30,7 @@ from app.engine.sampling.parameters import SamplingInput
 from app.engine.scheduling.batch_plan import BatchPlan, Chunk, Sequence
 from model.checkpoint.checkpoint import load
 from model.checkpoint.stored_weights import find_weights
-from model.config import Activation, LayerKind, Rope
+from model.config import Activation, Experts, LayerKind, Rope
 from model.files import CheckpointError
 from model.nn.attention import CausalAttend
 from model.nn.transformer import Decoder
@@ -48,8 +48,6 @@ from tests.support.model.tiny_models import (
 
 pytestmark = pytest.mark.usefixtures("native_library", "one_thread")
 LENGTH = 70
-_ACTIVATIONS = [name for name in get_args(Activation) if name != "swiglu_clamped"]
-"""Those that the kernels compute."""
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {},
     "gpt2": GPT2,
@@ -68,10 +66,31 @@ SHAPES: dict[str, dict[str, Any]] = {
         ),
         "layer_types": (0, 1, 2, 0),
     },
-    **{name: {"activation": name} for name in _ACTIVATIONS},
+    "experts": {
+        "layer_kinds": (LayerKind(rope=Rope(), mlp="experts"),),
+        "mlp_width": 0,
+        "width": 50,
+        "experts": Experts(count=9, chosen=3, width=33, normalized=True, factor=1.5, shared_width=20),
+        "sinks": True,
+    },
+    "experts of gpt-oss": {
+        "layer_kinds": (LayerKind(rope=Rope(), mlp="experts", window=20), LayerKind(rope=Rope(), mlp="experts")),
+        "layer_types": (0, 1),
+        "mlp_width": 0,
+        "experts": Experts(count=16, chosen=4, width=40, score="softmax_of_chosen", router_bias=True, bias=True),
+        "activation": "swiglu_clamped",
+        "sinks": True,
+    },
+    **{name: {"activation": name} for name in get_args(Activation)},
 }
 
-FORMS = list(itertools.product(("odd sizes", "gpt_neox", *_ACTIVATIONS), (torch.float32, torch.bfloat16), CPU_QUANTIZE))
+FORMS = list(
+    itertools.product(
+        ("odd sizes", "gpt_neox", "experts", "experts of gpt-oss", *get_args(Activation)),
+        (torch.float32, torch.bfloat16),
+        CPU_QUANTIZE,
+    )
+)
 """Shapes, number formats, and values of --quantize."""
 
 
@@ -239,7 +258,7 @@ def test_every_level_computes_the_same_bits() -> None:
     assert differ == (tiles if this_level() == AMX else []), "tiles round differently"
 
 
-@pytest.mark.parametrize("shape", ["odd sizes", "gpt_neox", "wide heads", "window and cap"])
+@pytest.mark.parametrize("shape", ["odd sizes", "gpt_neox", "wide heads", "window and cap", "experts"])
 @pytest.mark.parametrize("quantize", CPU_QUANTIZE)
 def test_row_has_the_same_bits_in_chunks_of_every_size(shape: str, quantize: Quantize) -> None:
     """Up to 16 rows are one tile, more than 32 are several; includes numbers that are subnormal in float32."""

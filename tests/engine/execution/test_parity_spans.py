@@ -31,6 +31,7 @@ CONFIGS = {
     "all positions": _config(None, head_dim=32),
     "windows that begin within spans": _config(300, 40, None),
     "soft cap": _config(None, 530, attention_soft_cap=3.0, n_heads=6, n_kv_heads=2, head_dim=20),
+    "sinks": _config(None, 300, sinks=True, n_heads=6, n_kv_heads=2),
 }
 
 

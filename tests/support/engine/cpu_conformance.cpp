@@ -9,6 +9,7 @@
 namespace {
 
 constexpr int kHeads = 4, kKvHeads = 2, kHeadWidth = 20, kPaddedHead = 32, kWidth = 70, kMlp = 90, kVocab = 300;
+constexpr int kExpertCount = 11, kChosen = 3, kExpertWidth = 37;
 constexpr int kLayers = 2, kCacheBlocks = 24, kContext = 288, kQkvWidth = (kHeads + 2 * kKvHeads) * kHeadWidth;
 
 // Philox, so that inputs do not depend on a standard library.
@@ -46,13 +47,14 @@ int largest_code(bool is_bf16, int format) {
     });
 }
 
-// A small decoder with odd sizes, and its cache. Variants: 0 is like Qwen3, 1 like GPT-2, 2 has parallel residuals.
+// A small decoder with odd sizes, and its cache. Variants: 0 is like Qwen3, 1 like GPT-2, 2 has parallel residuals, 3 has
+// sinks, and experts like those of gpt-oss and others in turn.
 class Model {
   public:
     Model(bool is_bf16, int format, int variant, Pool& pool)
         : is_bf16_(is_bf16), format_(format), largest_(largest_code(is_bf16, format)), pool_(pool) {
-        const bool is_gpt = variant != 0;
-        const int activation = variant == 0 ? kSilu : variant == 1 ? kGeluTanh : kGelu;
+        const bool is_gpt = variant == 1 || variant == 2;
+        const int activation = variant == 1 ? kGeluTanh : variant == 2 ? kGelu : kSilu;
         const int columns[] = {kWidth, kQkvWidth, kHeads * kHeadWidth, kMlp, kHeads * kPaddedHead, kWidth};
         for (int i = 0; i < 6; i++) columns_[i] = round_up(columns[i], kPanel);
         embedding_ = matrix(kVocab, kWidth, 0, false);
@@ -62,12 +64,17 @@ class Model {
             add({.kind = kLinear, .in = kNormed, .out = kQkv, .matrix = matrix(kQkvWidth, kWidth, 0, is_gpt)});
             add({.kind = kRopeCache, .in = kQkv, .layer = layer, .eps = 1e-6f,
                  .weight = is_gpt ? nullptr : floats(kHeadWidth), .bias = is_gpt ? nullptr : floats(kHeadWidth)});
-            add({.kind = kAttention, .in = kQueries, .out = kNormed, .layer = layer});
+            add({.kind = kAttention, .in = kQueries, .out = kNormed, .layer = layer,
+                 .weight = variant == 3 ? floats(kHeads) : nullptr});
             add({.kind = kLinear, .in = kNormed, .out = kResidual, .accumulates = true,
                  .matrix = matrix(kWidth, kHeads * kHeadWidth, 0, is_gpt)});
             if (variant == 2) add({.kind = kNorm, .in = kResidual, .out = kParallelNormed, .flag = kCopy, .columns = kWidth});
             add({.kind = kNorm, .in = kResidual, .out = kNormed, .flag = is_gpt ? kLayer : kRms, .columns = kWidth,
                  .eps = 1e-5f, .weight = floats(kWidth)});
+            if (variant == 3) {
+                add_experts(layer);
+                continue;
+            }
             add({.kind = kLinear, .in = kNormed, .out = kHidden, .flag = activation, .gated = !is_gpt,
                  .matrix = matrix(is_gpt ? kMlp : 2 * kMlp, kWidth, is_gpt ? 0 : kMlp, is_gpt)});
             add({.kind = kLinear, .in = kHidden, .out = kResidual, .accumulates = true,
@@ -116,25 +123,42 @@ class Model {
 
   private:
     void add(const InkOperation& operation) { operations_.push_back(operation); }
+    // The router has the number format of products.
+    void add_experts(int layer) {
+        const int score = layer ? kSigmoid : kSoftmaxOfChosen, activation = layer ? kSilu : kSwigluClamped;
+        const InkMatrix* router = matrix(kExpertCount, kWidth, 0, true, false);
+        add({.kind = kRoute, .in = kNormed, .matrix = router, .weight = layer ? floats(kExpertCount) : nullptr,
+             .experts = kExpertCount, .chosen = kChosen, .score = score, .normalized = layer, .expert_factor = 1.5f});
+        std::vector<InkMatrix> up, down;
+        for (int i = 0; i < kExpertCount; i++) {
+            up.push_back(*matrix(2 * kExpertWidth, kWidth, kExpertWidth, !layer));
+            down.push_back(*matrix(kWidth, kExpertWidth, 0, !layer));
+        }
+        experts_.push_back(up), experts_.push_back(down);
+        add({.kind = kExperts, .in = kNormed, .out = kResidual, .flag = activation, .gated = 1, .accumulates = true,
+             .matrix = experts_[experts_.size() - 2].data(), .down = experts_.back().data(),
+             .experts = kExpertCount, .chosen = kChosen});
+    }
     const float* floats(int n) {
         floats_.push_back(numbers(round_up(n, kPanel), 2.0f));
         return floats_.back().data();
     }
-    const InkMatrix* matrix(int n_rows, int k, int gate_rows, bool has_bias) {
+    const InkMatrix* matrix(int n_rows, int k, int gate_rows, bool has_bias, bool is_coded = true) {
+        const int format = is_coded ? format_ : 0, largest = is_coded ? largest_ : 0;
         const int panels = gate_rows ? (gate_rows + kLanes - 1) / kLanes : (n_rows + kPanel - 1) / kPanel;
         std::vector<char> raw;
         for (const float x : numbers(size_t(n_rows) * k, 0.5f)) {
             const uint32_t word = bits<uint32_t>(x);
             const char* number = reinterpret_cast<const char*>(&word);
-            if (largest_) raw.push_back(static_cast<char>(static_cast<int8_t>(x * 2 * largest_)));
+            if (largest) raw.push_back(static_cast<char>(static_cast<int8_t>(x * 2 * largest)));
             else raw.insert(raw.end(), number + (is_bf16_ ? 2 : 0), number + 4);
         }
-        packed_.emplace_back(ink_packed_bytes(panels, k, is_bf16_, format_) + 64);
+        packed_.emplace_back(ink_packed_bytes(panels, k, is_bf16_, format) + 64);
         char* at = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(packed_.back().data()) + 63) / 64 * 64);
-        ink_pack(&pool_, raw.data(), n_rows, k, gate_rows, panels, is_bf16_, format_, at);
+        ink_pack(&pool_, raw.data(), n_rows, k, gate_rows, panels, is_bf16_, format, at);
         const float* bias = has_bias ? floats(panels * kPanel) : nullptr;
-        const float* scale = largest_ ? floats(panels * kPanel) : nullptr;
-        matrices_.push_back({at, bias, scale, panels * kPanel, is_bf16_ ? (k + 1) / 2 : k, format_, 0});
+        const float* scale = largest ? floats(panels * kPanel) : nullptr;
+        matrices_.push_back({at, bias, scale, panels * kPanel, is_bf16_ ? (k + 1) / 2 : k, format, 0});
         return &matrices_.back();
     }
 
@@ -146,6 +170,7 @@ class Model {
     InkCache group_;
     std::vector<InkOperation> operations_;
     std::deque<InkMatrix> matrices_;
+    std::deque<std::vector<InkMatrix>> experts_;
     std::deque<std::vector<float>> floats_;
     std::deque<std::vector<char>> packed_;
     std::vector<char> cache_;
@@ -178,7 +203,7 @@ int main() {
     for (int format = 0; format < kFormats; format++)
         for (const bool is_bf16 : {false, true}) {
             Digest digest;
-            for (int variant = 0; variant < 3; variant++) Model(is_bf16, format, variant, pool).run(digest);
+            for (int variant = 0; variant < 4; variant++) Model(is_bf16, format, variant, pool).run(digest);
             const char* numbers = is_bf16 ? "bfloat16" : "float32";
             const char* name = with_format_in(is_bf16, format, []<class W>(W) { return W::kName; });
             digest.print(format ? (std::string(name) + " of " + numbers).c_str() : numbers);

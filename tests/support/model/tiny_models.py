@@ -132,9 +132,7 @@ def block_pools(
 
 def can_be_native(decoder: Decoder) -> bool:
     """Whether the C++ kernels support the decoder (app/engine/cpu/toolchain/backend_selection.py)."""
-    config = decoder.config
-    has_unknown = config.n_encoder_layers or config.experts or config.sinks or config.activation == "swiglu_clamped"
-    return not has_unknown and config.n_heads * config.head_dim % 2 == 0
+    return not decoder.config.n_encoder_layers and decoder.config.n_heads * decoder.config.head_dim % 2 == 0
 
 
 def round_weights_for(way: str, decoder: Decoder) -> None:

@@ -80,6 +80,8 @@ INK_INLINE void store_output(const InkShape& h, const Floats& x, int column, Num
         std::memcpy(output + column, numbers, left * sizeof *numbers);
 }
 
+constexpr float kLog2E = 1.44269504088896341f;
+
 // Query rows of one kv head and one chunk, in order of their positions.
 template <class Number>
 struct Queries {
@@ -87,6 +89,7 @@ struct Queries {
     int positions[kMostQueries];
     const Number* rows[kMostQueries];
     Number* outputs[kMostQueries];
+    float sinks[kMostQueries];  // only if the layer has them
 };
 
 // What the rows of a task have over some keys: largest score (to the base 2) and sum of weights. Lanes beyond the rows
@@ -99,6 +102,12 @@ struct Statistics {
         std::fill_n(total, rows + kLanes, 0.0f);
     }
 };
+
+// A sink is a score that each row of a head has before its keys, without a value.
+template <int N>
+void start_with_sinks(const float* sinks, int rows, Statistics<N>& statistics) {
+    for (int r = 0; r < rows; r++) statistics.best[r] = sinks[r] * kLog2E, statistics.total[r] = 1.0f;
+}
 
 // Factors of the values so far and of a span's values.
 struct Factors {
@@ -156,7 +165,6 @@ void compute_scores(const InkShape& h, const Blocks<W>& blocks, const typename W
 template <class Number>
 void softmax(float* scores, const InkOperation& op, int length, int start, int position, float& row_best,
              float& row_total) {
-    constexpr float kLog2E = 1.44269504088896341f;
     const Floats neg_inf = -__builtin_inff();
     float scale = op.attention_scale * kLog2E;
     if (const float cap = op.attention_cap; cap > 0) {
@@ -426,6 +434,7 @@ void attend(const InkShape& h, const InkOperation& op, const Blocks<W>& blocks,
     float* scores = values + long(queries.count) * h.padded_head;
     std::fill(values, scores, 0.0f);
     Statistics<kMostQueries> all(queries.count);
+    if (op.weight) start_with_sinks(queries.sinks, queries.count, all);
 #if defined(__AMX_BF16__)
     bf16* gathered = reinterpret_cast<bf16*>(scores + kQueryRows<W> * kSpanStride);
     int configured = 0;

@@ -8,7 +8,7 @@
 namespace ink {
 
 // In the order of Activation in model/config.py.
-enum Activation : int32_t { kNone, kRelu, kGelu, kGeluTanh, kSilu, kRelu2, kXielu };
+enum Activation : int32_t { kNone, kRelu, kGelu, kGeluTanh, kSilu, kRelu2, kXielu, kSwigluClamped };
 
 // 1 - erfc by Abramowitz and Stegun 7.1.26, error below 1.5e-7.
 INK_INLINE Part erf(Part x) {
@@ -46,6 +46,19 @@ INK_INLINE Part activate(int32_t kind, Part x, const float* parameters) {
 
 INK_INLINE Floats activate(int32_t kind, const Floats& x, const float* parameters) {
     return by_parts([=](Part part) { return activate(kind, part, parameters); }, x);
+}
+
+constexpr float kSwigluLimit = 7.0f, kSwigluSlope = 1.702f;
+
+// What a gated feed-forward makes of gate and up.
+INK_INLINE Floats activate_gated(int32_t kind, const Floats& gate, const Floats& up, const float* parameters) {
+    if (kind != kSwigluClamped) return activate(kind, gate, parameters) * up;
+    return by_parts([](Part g, Part u) {
+        const Part limit = kSwigluLimit - Part{};
+        g = g > limit ? limit : g;
+        u = u > limit ? limit : u < -limit ? -limit : u;
+        return (u + 1.0f) * (g / (1.0f + exp(g * -kSwigluSlope)));
+    }, gate, up);
 }
 
 enum Norm : int32_t { kCopy, kRms, kLayer };

@@ -7,7 +7,7 @@
 
 extern "C" {
 
-// A packed matrix. bias and scale have one number for each output, or are null. format: see ink_format().
+// A packed matrix; those of a layer's experts follow each other. bias and scale have one number for each output, or are null. format: see ink_format().
 struct InkMatrix {
     const void* packed;
     const float *bias, *scale;
@@ -15,7 +15,8 @@ struct InkMatrix {
     int32_t format, unused;
 };
 
-enum InkKind : int32_t { kNorm, kLinear, kRopeCache, kAttention, kAdd };
+// As Kind in model/decoder_program.py.
+enum InkKind : int32_t { kNorm, kLinear, kRopeCache, kAttention, kAdd, kRoute = 8, kExperts };
 
 // in, out: registers. flag: the kind of a norm, or an activation.
 struct InkOperation {
@@ -25,12 +26,18 @@ struct InkOperation {
     float eps, attention_scale, attention_cap;  // attention_cap: soft cap of scores, 0 for none
     int32_t accumulates;  // whether the result is added to `out`
     int32_t group;        // of caches
-    const InkMatrix* matrix;
-    const float *weight, *bias;  // of a norm; of the norms of queries and keys; weight: parameters of an activation
+    const InkMatrix* matrix;     // of experts: the first product of each
+    const float *weight, *bias;  // of a norm; of the norms of queries and keys; weight: parameters of an activation,
+                                 // sinks of attention [query heads] or null, addends of scores that choose [experts] or null
     const float* rope_table;     // [context, 2 * rotary_half]
     const float* query_scale;    // [context] or null
     int32_t norms_width;         // whether the norms of queries and keys are over all heads of a row together
     int32_t norms_after;         // whether they follow the rotation
+    const InkMatrix* down;       // second product of each expert
+    int32_t experts, chosen;     // of a layer; of a row
+    int32_t score, normalized;   // score: see experts.h; normalized: whether the chosen weights are divided by their sum
+    float expert_factor;         // of the weights, after that
+    int32_t unused;
 };
 
 // The cache of the layers that share a window: [layer of the group, 2, block, kv head, 16 * padded head].

@@ -105,10 +105,4 @@ struct Scratch {
     }
 };
 
-// Integer keys in the order of the floats; 0.0 and -0.0 have the same key.
-INK_INLINE uint64_t key_of(float value) {
-    const uint32_t raw = bits<uint32_t>(value + 0.0f);
-    return raw & 0x80000000u ? ~raw : raw | 0x80000000u;
-}
-
 }  // namespace ink

@@ -10,6 +10,7 @@
 
 #include "attend.h"
 #include "elementwise.h"
+#include "experts.h"
 #include "interface.h"
 #include "threads.h"
 
@@ -41,6 +42,7 @@ class Decoder : public Executor {
     using Number = typename W::Number;
     static constexpr int kRowsPerTask = 8;
     static constexpr int kRowsPerBlock = 192;
+    static constexpr int kRowsPerPass = 512;  // of experts; more would need more memory for what each of them computes
     static constexpr int kTasksPerThread = 4;
 
   public:
@@ -48,6 +50,14 @@ class Decoder : public Executor {
         registers_.resize(shape.n_registers);
         scratch_.assign(pool.size(), std::vector<Line>(attention_scratch<W>(shape) * sizeof(float) / sizeof(Line)));
         padded_.assign(pool.size(), std::vector<float>(2 * shape.padded_head, 0.0f));
+        for (const InkOperation* op = shape.operations; op < shape.operations + shape.n_operations; op++) {
+            if (op->kind == kRoute) {
+                experts_ = std::max(experts_, int(op->matrix->outputs));
+                chosen_ = std::max(chosen_, op->chosen);
+            }
+            if (op->kind == kExperts) expert_width_ = std::max(expert_width_, hidden_columns(*op));
+        }
+        keys_.assign(pool.size(), std::vector<uint64_t>(experts_));
     }
 
     void run(const InkStep& step) override {
@@ -88,6 +98,11 @@ class Decoder : public Executor {
         return zero == 0;
     }
 
+    template <class T>
+    static T* as(std::vector<Line>& memory) {
+        return reinterpret_cast<T*>(memory.data());
+    }
+
     float* floats(int id, int row) { return reinterpret_cast<float*>(at(id, row)); }
     Number* numbers(int id, int row) { return reinterpret_cast<Number*>(at(id, row)); }
     char* at(int id, int row) {
@@ -110,18 +125,31 @@ class Decoder : public Executor {
     }
 
     void reserve(int n_rows) {
-        for (int id = 0; id < shape_.n_registers; id++) {
-            const size_t size = n_rows * row_bytes(id) / sizeof(Line) + 1;
-            if (registers_[id].size() < size) registers_[id].assign(size, {});
-        }
+        for (int id = 0; id < shape_.n_registers; id++) reserve_bytes(registers_[id], n_rows * row_bytes(id));
+        if (!chosen_) return;
+        const long places = long(std::min(n_rows, kRowsPerPass)) * chosen_;
+        reserve_bytes(route_logits_, long(n_rows) * experts_ * sizeof(float));
+        reserve_bytes(route_weights_, long(n_rows) * whole_vectors(chosen_) * sizeof(float));
+        reserve_bytes(route_ids_, long(n_rows) * chosen_ * sizeof(int32_t));
+        reserve_bytes(expert_rows_, places * shape_.register_columns[kResidual] * sizeof(float));
+        reserve_bytes(expert_hidden_, places * expert_width_ * sizeof(Number));
+    }
+
+    static void reserve_bytes(std::vector<Line>& memory, long bytes) {
+        const size_t size = bytes / sizeof(Line) + 1;
+        if (memory.size() < size) memory.assign(size, {});
     }
 
     template <class F>
     void for_each_row(F&& f) {
-        const int n_rows = int(rows_.size());
-        pool_.run((n_rows + kRowsPerTask - 1) / kRowsPerTask, [&](int task, int thread) {
-            const int end = std::min(n_rows, (task + 1) * kRowsPerTask);
-            for (int row = task * kRowsPerTask; row < end; row++) f(row, thread);
+        for_rows(0, int(rows_.size()), f);
+    }
+
+    template <class F>
+    void for_rows(int first, int last, F&& f) {
+        pool_.run((last - first + kRowsPerTask - 1) / kRowsPerTask, [&](int task, int thread) {
+            const int from = first + task * kRowsPerTask;
+            for (int row = from; row < std::min(last, from + kRowsPerTask); row++) f(row, thread);
         });
     }
 
@@ -132,6 +160,8 @@ class Decoder : public Executor {
             case kRopeCache: return for_each_row([&](int row, int thread) { rotate_and_cache_row(op, row, thread); });
             case kAttention: return run_attention(op, step);
             case kAdd: return for_each_row([&](int row, int) { add(op, row); });
+            case kRoute: return route(op);
+            case kExperts: return run_experts(op);
         }
     }
 
@@ -170,13 +200,35 @@ class Decoder : public Executor {
         });
     }
 
-    // Calls finish(row, output, 16 numbers, the next 16) for every row and every 32 outputs. A task is a pair of panels,
-    // and with many rows a block of rows that fits the L2 cache.
+    // Calls finish(row, output, 16 numbers, the next 16) for every row and every 32 outputs.
     template <class F>
     void multiply(const InkMatrix& m, const Number* x, long stride, int n_rows, F&& finish) {
-        const int panels = m.outputs / kPanel, pairs = (panels + 1) / 2;
-        const int blocks = (n_rows + kRowsPerBlock - 1) / kRowsPerBlock;
-        const Epilogue epilogue = [&](int row, int rows, int panel, int panels, const Floats* sums) {
+        pool_.run(product_tasks(m, n_rows),
+                  [&](int task, int) { multiply_task(m, x, stride, 0, n_rows, task, finish); });
+    }
+
+    // As multiply(), of every place by the matrix of its expert. Only matrices of experts with rows are read.
+    template <class F>
+    void multiply_places(const InkMatrix* matrices, const Number* x, long stride, F&& finish) {
+        int n_tasks = 0;
+        ends_.clear();
+        for (const auto& group : groups_.groups)
+            ends_.push_back(n_tasks += product_tasks(matrices[group.expert], group.end - group.first));
+        pool_.run(n_tasks, [&](int task, int) {
+            const size_t index = std::upper_bound(ends_.begin(), ends_.end(), task) - ends_.begin();
+            const auto [expert, first, end] = groups_.groups[index];
+            multiply_task(matrices[expert], x, stride, first, end, index ? task - ends_[index - 1] : task, finish);
+        });
+    }
+
+    // A task is a pair of panels, and with many rows a block of rows that fits the L2 cache.
+    static int row_blocks(int n_rows) { return (n_rows + kRowsPerBlock - 1) / kRowsPerBlock; }
+    static int panel_pairs(const InkMatrix& m) { return (m.outputs / kPanel + 1) / 2; }
+    static int product_tasks(const InkMatrix& m, int n_rows) { return row_blocks(n_rows) * panel_pairs(m); }
+
+    template <class F>
+    void multiply_task(const InkMatrix& m, const Number* x, long stride, int first, int end, int task, F& finish) {
+        const auto epilogue = [&](int row, int rows, int panel, int panels, const Floats* sums) {
             const auto [scale, bias, to] = std::tuple(m.scale, m.bias, finish);  // no store below changes a copy
             for (int r = 0; r < rows; r++)
                 for (int output = panel * kPanel; output < (panel + panels) * kPanel; output += kPanel) {
@@ -186,37 +238,98 @@ class Decoder : public Executor {
                     to(row + r, output, a, b);
                 }
         };
-        pool_.run(blocks * pairs, [&](int task, int) {
-            const int block = task / pairs, first = n_rows * block / blocks, last = n_rows * (block + 1) / blocks;
-            const int panel = task % pairs * 2, end = std::min(panel + 2, panels);
-            with_format<W>(m.format, [&]<class P>(P) { product<P>(x, stride, first, last, m, panel, end, epilogue); });
+        const int block = task / panel_pairs(m), blocks = row_blocks(end - first), panel = task % panel_pairs(m) * 2;
+        const int from = first + (end - first) * block / blocks, to = first + (end - first) * (block + 1) / blocks;
+        with_format<W>(m.format, [&]<class P>(P) {
+            product<P>(x, stride, from, to, m, panel, std::min(panel + 2, m.outputs / kPanel), std::ref(epilogue));
         });
     }
 
     void linear(const InkOperation& op) {
-        const int n_rows = int(rows_.size()), flag = op.flag;
         const long columns = shape_.register_columns[op.out];
         const auto product = [&](auto finish) {
-            multiply(*op.matrix, numbers(op.in, 0), shape_.register_columns[op.in], n_rows, finish);
+            multiply(*op.matrix, numbers(op.in, 0), shape_.register_columns[op.in], int(rows_.size()), finish);
         };
-        if (is_float(op.out)) {
-            float* to = floats(op.out, 0);
-            const bool accumulates = op.accumulates;
-            return product([=](int row, int output, const Floats& a, const Floats& b) {
-                float* at = to + row * columns + output;
-                store(at, accumulates ? load(at) + a : a), store(at + kLanes, accumulates ? load(at + kLanes) + b : b);
-            });
-        }
-        Number* to = numbers(op.out, 0);
+        if (!is_float(op.out)) return with_activation(op, numbers(op.out, 0), columns, product);
+        float* to = floats(op.out, 0);
+        const bool accumulates = op.accumulates;
+        product([=](int row, int output, const Floats& a, const Floats& b) {
+            float* at = to + row * columns + output;
+            store(at, accumulates ? load(at) + a : a), store(at + kLanes, accumulates ? load(at + kLanes) + b : b);
+        });
+    }
+
+    // f(what stores a product's results as input of the next one), with the operation's activation.
+    template <class F>
+    static void with_activation(const InkOperation& op, Number* to, long columns, F&& f) {
+        const int flag = op.flag;
         const float* of = op.weight;
         if (op.gated)
-            return product([=](int row, int output, const Floats& gate, const Floats& up) {
-                convert_store(activate(flag, gate, of) * up, to + row * columns + output / 2);
+            return f([=](int row, int output, const Floats& gate, const Floats& up) {
+                convert_store(activate_gated(flag, gate, up, of), to + row * columns + output / 2);
             });
-        product([=](int row, int output, const Floats& a, const Floats& b) {
+        f([=](int row, int output, const Floats& a, const Floats& b) {
             Number* at = to + row * columns + output;
             convert_store(activate(flag, a, of), at), convert_store(activate(flag, b, of), at + kLanes);
         });
+    }
+
+    void route(const InkOperation& op) {
+        float *logits = as<float>(route_logits_), *weights = as<float>(route_weights_);
+        int32_t* ids = as<int32_t>(route_ids_);
+        const long outputs = op.matrix->outputs;
+        multiply(*op.matrix, numbers(op.in, 0), shape_.register_columns[op.in], int(rows_.size()),
+                 [=](int row, int output, const Floats& a, const Floats& b) {
+                     store(logits + row * outputs + output, a), store(logits + row * outputs + output + kLanes, b);
+                 });
+        for_each_row([&](int row, int thread) {
+            choose_experts(op, logits + row * outputs, keys_[thread].data(), ids + long(row) * op.chosen,
+                           weights + long(row) * whole_vectors(op.chosen));
+        });
+    }
+
+    void run_experts(const InkOperation& op) {
+        const int n_rows = int(rows_.size());
+        for (int first = 0; first < n_rows; first += kRowsPerPass)
+            run_experts(op, first, std::min(n_rows, first + kRowsPerPass));
+    }
+
+    // Gathers the rows of each expert, computes its feed-forward, and adds to each row what its experts computed.
+    void run_experts(const InkOperation& op, int first, int last) {
+        const int chosen = op.chosen;
+        groups_.assign(as<int32_t>(route_ids_) + long(first) * chosen, last - first, chosen, op.experts);
+        const long columns = shape_.register_columns[kResidual], hidden_width = hidden_columns(op);
+        Number *gathered = as<Number>(expert_rows_), *hidden = as<Number>(expert_hidden_);
+        for_rows(first, last, [&](int row, int) {
+            for (int i = 0; i < chosen; i++)
+                std::copy_n(numbers(op.in, row), columns, gathered + places(row - first, chosen)[i] * columns);
+        });
+        with_activation(op, hidden, hidden_width, [&](auto finish) {
+            multiply_places(op.matrix, gathered, columns, finish);
+        });
+        float* results = as<float>(expert_rows_);  // in the place of what was gathered, which is no longer needed
+        multiply_places(op.down, hidden, hidden_width, [=](int place, int output, const Floats& a, const Floats& b) {
+            float* at = results + place * columns + output;
+            store(at, a), store(at + kLanes, b);
+        });
+        for_rows(first, last, [&](int row, int) {
+            const float* weights = as<float>(route_weights_) + long(row) * whole_vectors(chosen);
+            for (long c = 0; c < columns; c += kLanes) {
+                Floats total = {};
+                for (int i = 0; i < chosen; i++)
+                    total = fma(load(results + places(row - first, chosen)[i] * columns + c), weights[i], total);
+                float* to = floats(op.out, row) + c;
+                store(to, op.accumulates ? load(to) + total : total);
+            }
+        });
+    }
+
+    const int32_t* places(int row, int chosen) const { return groups_.places.data() + long(row) * chosen; }
+
+    // Numbers of a row of an expert's hidden layer.
+    static int hidden_columns(const InkOperation& op) {
+        const int outputs = op.gated ? op.matrix->outputs / 2 : op.matrix->outputs;
+        return (outputs + kPanel - 1) / kPanel * kPanel;
     }
 
     Number* cache(const InkOperation& op, int kind, int block, int head) {
@@ -295,6 +408,7 @@ class Decoder : public Executor {
             queries.rows[i] = numbers(kQueries, row) + long(query) * shape_.padded_head;
             queries.outputs[i] = numbers(op.out, row) + long(query) * shape_.head_width;
             queries.positions[i] = rows_[row].position;
+            if (op.weight) queries.sinks[i] = op.weight[query];
         }
         const long stride = shape_.kv_heads * kBlock * shape_.padded_head;
         const int32_t* table = rows_[task.row].tables[op.group];
@@ -320,6 +434,15 @@ class Decoder : public Executor {
     std::vector<std::vector<float>> padded_;  // of each thread
     std::vector<Row> rows_;
     std::vector<Task> tasks_;
+    int experts_ = 0, chosen_ = 0, expert_width_ = 0;  // most of any layer; experts_ in whole panels
+    std::vector<Line> route_logits_;   // [rows, experts]
+    std::vector<Line> route_weights_;  // float32 [rows, chosen in whole vectors]
+    std::vector<Line> route_ids_;      // int32 [rows, chosen], ascending
+    std::vector<std::vector<uint64_t>> keys_;  // of each thread, one for each expert
+    ExpertGroups groups_;
+    std::vector<int> ends_;            // of each group's tasks
+    std::vector<Line> expert_rows_;    // [places, width]: inputs of experts, then their float32 results
+    std::vector<Line> expert_hidden_;  // [places, hidden width]
 };
 
 }  // namespace ink

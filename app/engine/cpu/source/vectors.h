@@ -210,6 +210,12 @@ INK_INLINE Floats first_lanes(int n, const Floats& a, const Floats& b) {
     return by_parts([n](auto lane, Part x, Part y) { return lane < n ? x : y; }, consecutive(0), a, b);
 }
 
+// Integer keys in the order of the floats; 0.0 and -0.0 have the same key.
+INK_INLINE uint64_t key_of(float value) {
+    const uint32_t raw = bits<uint32_t>(value + 0.0f);
+    return raw & 0x80000000u ? ~raw : raw | 0x80000000u;
+}
+
 struct bf16 {
     uint16_t bits;
 };

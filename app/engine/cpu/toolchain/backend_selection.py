@@ -127,12 +127,6 @@ def _check_model(dtype: str, device: str, config: ModelConfig) -> None:
         raise KernelsUnavailable("they do not support models with an encoder")
     if config.n_heads * config.head_dim % 2:
         raise KernelsUnavailable("they do not support an odd n_heads * head_dim")
-    if config.experts:
-        raise KernelsUnavailable("they do not support mixtures of experts")
-    if config.sinks:
-        raise KernelsUnavailable("they do not support attention sinks")
-    if config.activation == "swiglu_clamped":
-        raise KernelsUnavailable("they do not support the activation swiglu_clamped")
 
 
 def _library(libraries: Libraries, announce: Callable[[str], None]) -> Path:
