@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from model.config import ModelConfig
-from model.decoder_program import decoder_program, encoder_program
+from model.decoder_program import Kind, decoder_program, encoder_program
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -21,3 +21,12 @@ def parameter_shapes(config: ModelConfig) -> Shapes:
 def count_parameters(config: ModelConfig) -> int:
     """Number of parameters; a tied head counts once."""
     return sum(map(math.prod, parameter_shapes(config).values()))
+
+
+def count_active_parameters(config: ModelConfig) -> int:
+    """Number of parameters without the experts that a token does not choose."""
+    if not (experts := config.experts):
+        return count_parameters(config)
+    stored = [op.weights for op in decoder_program(config) if op.kind == Kind.EXPERTS]
+    of_one = sum(math.prod(weight.shape[1:]) for weights in stored for weight in weights)
+    return count_parameters(config) - (experts.count - experts.chosen) * of_one

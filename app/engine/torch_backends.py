@@ -39,7 +39,7 @@ from model.checkpoint.stored_weights import StoredWeights
 from model.config import ModelConfig
 from model.device import choose_device, choose_dtype, describe, use_row_invariant_products
 from model.nn.transformer import Decoder
-from model.weight_formats import weight_format
+from model.weight_formats import needs_gpu, weight_format
 
 
 def place(config: WorkerConfig) -> Placement:
@@ -164,6 +164,10 @@ def choose_backend(
     _set_up(config)
     device, kernels = _device(config), config.kernels
     dtype: torch.dtype = getattr(torch, cache_shape.dtype)
+    if weights.config.experts and needs_gpu(config.quantize):
+        raise ValueError(
+            f"--quantize {config.quantize} does not support mixtures of experts: use --quantize int8 or none"
+        )
     decoder = load_decoder(weights, device=device, dtype=dtype)
     stored = weight_format(cache_shape.dtype, config.quantize)
     if unquantized := describe_unquantized(decoder, stored):

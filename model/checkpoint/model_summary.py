@@ -7,6 +7,7 @@ from dataclasses import MISSING, fields
 
 from model.config import ModelConfig, Rope
 from model.decoder_program import cost, decoder_program
+from model.parameter_shapes import count_active_parameters
 
 Line = tuple[str, str]
 """(label, value)."""
@@ -21,9 +22,19 @@ def shape_lines(config: ModelConfig) -> list[Line]:
         ("shape", f"{config.n_layers} layers x {config.width}, context {config.context}"),
         ("attention", f"{config.n_heads} heads, {config.n_kv_heads} kv heads, head_dim {config.head_dim}"),
         ("layers", "; ".join(_layers(config))),
-        ("feed-forward", str(config.mlp_width or "none")),
-        ("switches", ", ".join(_changed(config, but=("layer_kinds", "layer_types"))) or "the defaults"),
+        ("feed-forward", _feed_forward(config)),
+        ("switches", ", ".join(_changed(config, but=("layer_kinds", "layer_types", "experts"))) or "the defaults"),
     ]
+
+
+def _feed_forward(config: ModelConfig) -> str:
+    if not (experts := config.experts):
+        return str(config.mlp_width or "none")
+    parts = [f"{experts.chosen} of {experts.count} experts of {experts.width}"]
+    parts += [f"{experts.shared_width} that all tokens share"] if experts.shared_width else []
+    parts += [f"{config.mlp_width} in dense layers"] if config.mlp_width else []
+    weights = f"weights by {experts.score}" + ", normalized" * experts.normalized
+    return ", ".join([*parts, weights + (f", times {experts.factor}" if experts.factor != 1.0 else "")])
 
 
 def _layers(config: ModelConfig) -> Iterator[str]:
@@ -32,7 +43,7 @@ def _layers(config: ModelConfig) -> Iterator[str]:
     for kind in config.layer_kinds:
         sees = "all tokens" if kind.window is None else f"{kind.window:,} tokens"
         rotation = f"rope {', '.join(_changed(kind.rope)) or 'of the defaults'}" if kind.rope else "no rope"
-        yield f"{layers.count(kind)} see {sees}, {rotation}"
+        yield f"{layers.count(kind)} see {sees}, {rotation}" + f", {kind.mlp}" * (config.experts is not None)
 
 
 def _changed(values: ModelConfig | Rope, but: Container[str] = ()) -> list[str]:
@@ -48,7 +59,8 @@ def _changed(values: ModelConfig | Rope, but: Container[str] = ()) -> list[str]:
 
 def memory_lines(config: ModelConfig, n_params: int) -> list[Line]:
     """Memory of weights and KV cache in each dtype that the service supports."""
-    lines = [("parameters", describe_size(n_params))]
+    active = f", {describe_size(count_active_parameters(config))} active for a token" if config.experts else ""
+    lines = [("parameters", describe_size(n_params) + active)]
     for name, size in _DTYPES.items():
         token = config.kv_elements_per_token * size
         cache = f"{describe_bytes(token)} of KV cache a token, {describe_bytes(token * config.context)} a full context"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import mmap
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,7 +20,7 @@ ALLOWED_TYPES = f"{', '.join(STORED_TYPES)}, and {_FP8} with scales"
 _READ = STORED_TYPES | {_FP8: np.dtype(np.uint8)}
 _SCALE_NAMES = ("weight_scale_inv", "weight_scale")
 """Of transformers and vLLM's compressed-tensors, next to `weight`. Both multiply."""
-_OF_ACTIVATIONS = re.compile(r"(activation|input|output|k|v)_scale")
+_OF_ACTIVATIONS = tuple(f"{each}_scale" for each in ("activation", "input", "output", "k", "v"))
 """Scales of activations, which stay in the engine's number format."""
 _BLOCK = 128
 
@@ -61,9 +60,7 @@ def match_scales(
             raise CheckpointError(f"{stored.path}: {name} is in fp8 and has no {module}{_SCALE_NAMES[0]}")
         _check_scale(stored, scale)
         scales[name] = scale
-        consumed |= {
-            other for other in found if other.startswith(module) and _OF_ACTIVATIONS.fullmatch(other[len(module) :])
-        }
+        consumed |= {module + each for each in _OF_ACTIVATIONS if module + each in found}
         consumed.add(scale.name)
     return {name: stored for name, stored in found.items() if name not in consumed}, scales
 

@@ -44,8 +44,9 @@ def check_sizes(path: File, config: ModelConfig, index: TensorIndex) -> None:
     if layers > n_tensors:
         raise CheckpointError(f"{path}: asks for {layers} layers, {index.source.name} has only {n_tensors} tensors")
     stored = sum(math.prod(tensor.shape) for tensor in index.tensors.values())
-    rows_per_layer = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim + config.mlp_width
-    requested = config.width * (config.vocab_size + layers * rows_per_layer)
+    rows = layers * (config.n_heads + 2 * config.n_kv_heads) * config.head_dim
+    rows += sum(_feed_forward_rows(config, kind.mlp) for kind in config.layers)
+    requested = config.width * (config.vocab_size + rows)
     if requested > _MAX_SIZE_RATIO * stored:
         raise CheckpointError(f"{path}: asks for {requested} numbers, {index.source.name} has {stored}")
     elements_per_position = sum(map(config.rotated_dim, config.ropes))
@@ -56,6 +57,13 @@ def check_sizes(path: File, config: ModelConfig, index: TensorIndex) -> None:
             f"{path}: the positions of a context of {config.context} need {config.context * elements_per_position} "
             f"numbers, more than {limit}; give it a context of up to {limit // elements_per_position}"
         )
+
+
+def _feed_forward_rows(config: ModelConfig, mlp: str) -> int:
+    """Rows, about as long as the width, of the smallest matrices that a feed-forward may have."""
+    if mlp == "dense" or config.experts is None:
+        return config.mlp_width
+    return config.experts.count * (1 + config.experts.width) + config.experts.shared_width
 
 
 class TensorFormat(Protocol):
@@ -128,7 +136,8 @@ class StoredWeights:
                 part, is_finite = target.convert(dequantized(stored, scale) if scale else mapped(stored))
                 checked.append((stored, is_finite))
                 parts.append(mapping.load(index, part))
-            state[name] = target.join(parts)
+            whole = target.join(parts)
+            state[name] = whole.reshape(mapping.shape) if mapping.shape else whole
         for stored, is_finite in checked:
             if not is_finite:
                 hint = f" in bfloat16{_DTYPE_HINT}" if str(target.dtype).endswith("bfloat16") else ""
@@ -215,7 +224,7 @@ def _match(
     # Some exporters also store a tied head.
     may_untie = not family.names or "untied_head" in family.names
     untied = dataclasses.replace(config, tied_head=False) if may_untie else config
-    canonical = {mapping.target: mapping for mapping in family.mappings(untied)}
+    canonical = {mapping.target: mapping for mapping in family.of_files(found).mappings(untied)}
     embedding_name = canonical["embedding"].source[0][0]
     spellings = family.spellings()
     rename = next((spelling for spelling in spellings if spelling(embedding_name) in found), spellings[0])

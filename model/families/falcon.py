@@ -36,7 +36,7 @@ _KEYS = {
     "parallel_residual": "parallel_attn",
     "tied_head": "tie_word_embeddings",
 }
-_DEFAULTS = {"mlp_width": None, "context": 2048, "norm_eps": 1e-5, "qkv_bias": False}
+_DEFAULTS: dict[str, Any] = {"mlp_width": None, "context": 2048, "norm_eps": 1e-5, "qkv_bias": False}
 _DEFAULTS |= {"parallel_residual": True, "tied_head": True}
 
 

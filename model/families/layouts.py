@@ -90,3 +90,31 @@ def _with_rows_before(table: Tensor, *, count: int) -> Tensor:
     whole = table.new_zeros(count + len(table), table.shape[1])
     whole[count:] = table
     return whole
+
+
+def with_leading_axis(mapping: TensorMapping, name: str) -> TensorMapping:
+    """The file stores the vector with this name as a matrix of one row."""
+    if mapping.target.rpartition(".")[2] != name:
+        return mapping
+    ((source, (size,)),) = mapping.source
+    conversion = Conversion(lambda row: row.reshape(size), lambda vector: vector.reshape(1, size))
+    return TensorMapping(mapping.target, ((source, (1, size)),), (conversion,))
+
+
+def experts_interleaved(_config: ModelConfig, mapping: TensorMapping) -> TensorMapping:
+    """Matrices of experts are stored as [expert, columns, rows], and each row of gate is followed by that of up."""
+    module, _, name = mapping.target.rpartition(".")
+    if not module.endswith(".experts"):
+        return mapping
+    ((source, (count, *sizes)),) = mapping.source
+    order = [*range(0, sizes[0], 2), *range(1, sizes[0], 2)] if name in ("up", "up_bias") else [*range(sizes[0])]
+    back = sorted(range(len(order)), key=order.__getitem__)
+    is_matrix = len(sizes) == 2
+
+    def load(tensor: Tensor) -> Tensor:
+        return (tensor.swapaxes(1, 2) if is_matrix else tensor)[:, order]
+
+    def save(tensor: Tensor) -> Tensor:
+        return tensor[:, back].swapaxes(1, 2) if is_matrix else tensor[:, back]
+
+    return TensorMapping(mapping.target, ((source, (count, *reversed(sizes))),), (Conversion(load, save),))

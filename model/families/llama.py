@@ -70,9 +70,9 @@ def read_dialect(
     return ModelConfig(**{**sizes, "activation": activation(raw.get("hidden_act", "silu")), **layers, **dialect})
 
 
-def read_attention_biases(raw: Raw) -> dict[str, Any]:
+def read_attention_biases(raw: Raw, *, default: bool = False) -> dict[str, Any]:
     """qkv_bias and out_bias, for which most families have one key."""
-    bias = read_fields(raw, {"qkv_bias": "attention_bias"}, qkv_bias=False)["qkv_bias"]
+    bias = read_fields(raw, {"qkv_bias": "attention_bias"}, qkv_bias=default)["qkv_bias"]
     return {"qkv_bias": bias, "out_bias": bias}
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from model.config import ConfigError, LayerKind, ModelConfig, Size, check_value
+from model.config import LayerKind, ModelConfig, Size, check_value
 from model.families.llama import NAMES, llama_family, read_attention_biases, read_dialect
-from model.families.rope import read_whole_rope
+from model.families.rope import check_ropes_by_type, read_whole_rope
 from model.families.spec import Layers, Raw, read_layers, read_windows, require_values
 
 _THETA = 500_000.0
@@ -33,11 +33,7 @@ def _read_olmo2(raw: Raw, layers: Layers | None = None) -> ModelConfig:
 def _read_olmo3(raw: Raw) -> ModelConfig:
     """rope_scaling of transformers 4 is meant for the layers without a window."""
     require_values(raw, rope_theta=(_THETA, None))  # transformers 5 forgets another one in layers with a window
-    by_type = raw.get("rope_parameters") or {}
-    if not isinstance(by_type, dict) or by_type.keys() - {"full_attention", "sliding_attention"}:
-        raise ConfigError("rope_parameters must name the rotations of full_attention and sliding_attention")
-    if any(rope is not None and not isinstance(rope, dict) for rope in by_type.values()):
-        raise ConfigError("full_attention and sliding_attention of rope_parameters must be objects")
+    check_ropes_by_type(raw)
     rope = read_whole_rope(raw, layer_type="full_attention", theta=_THETA)
     local_rope = read_whole_rope({**raw, "rope_scaling": None}, layer_type="sliding_attention", theta=_THETA)
     window = raw.get("sliding_window", 4096)

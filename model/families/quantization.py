@@ -8,6 +8,10 @@ from typing import Any
 from model.config import ConfigError
 
 _HINT = "use the float32, float16 or bfloat16 weights"
+_REMEDIES = {
+    "mxfp4": "; transformers makes them: from_pretrained(..., quantization_config=Mxfp4Config(dequantize=True)), then "
+    "save_pretrained(...)"
+}
 
 
 def check_quantization(raw: Any) -> None:
@@ -27,4 +31,5 @@ def check_quantization(raw: Any) -> None:
     named = f"{method!r:.40}" + (f" with format {raw['format']!r:.40}" if "format" in raw else "")
     raise ConfigError(
         f"quantized weights (quantization_config, quant_method {named}) are not supported, only fp8 in e4m3; {_HINT}"
+        f"{_REMEDIES.get(method, '') if isinstance(method, str) else ''}"
     )

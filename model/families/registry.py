@@ -15,6 +15,7 @@ from model.families.apertus import APERTUS
 from model.families.arcee import ARCEE
 from model.families.cohere import COHERE2
 from model.families.ernie4_5 import ERNIE4_5
+from model.families.ernie4_5_moe import ERNIE4_5_MOE
 from model.families.exaone4 import EXAONE4
 from model.families.falcon import FALCON
 from model.families.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA3_WRAPPER
@@ -22,19 +23,24 @@ from model.families.glm import GLM, GLM4
 from model.families.gpt2 import GPT2, GPT_BIGCODE
 from model.families.gpt_neo import GPT_NEO
 from model.families.gpt_neox import GPT_NEOX
+from model.families.gpt_oss import GPT_OSS
 from model.families.gptj import GPTJ
 from model.families.granite import GRANITE, GRANITE_HYBRID
+from model.families.granitemoe import GRANITE_MOE, GRANITE_MOE_SHARED
 from model.families.helium import HELIUM
 from model.families.hunyuan import HUNYUAN_DENSE
 from model.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
+from model.families.mellum import MELLUM
 from model.families.ministral3 import MINISTRAL3
 from model.families.nanochat import NANOCHAT
 from model.families.nemotron import NEMOTRON
 from model.families.olmo import OLMO, OLMO2, OLMO3
+from model.families.olmoe import OLMOE
 from model.families.opt import OPT
 from model.families.phi import PHI
 from model.families.phi3 import PHI3
 from model.families.quantization import check_quantization
+from model.families.qwen3_moe import QWEN3_MOE
 from model.families.seed_oss import SEED_OSS
 from model.families.smollm3 import SMOLLM3
 from model.families.spec import FamilySpec, Raw, Wrapper
@@ -123,6 +129,7 @@ _ALL = (
     *(GRANITE, GRANITE_HYBRID, STARCODER2, STABLELM),
     *(GLM, GLM4, ERNIE4_5, HELIUM, COHERE2),
     *(EXAONE4, HUNYUAN_DENSE, APERTUS, NEMOTRON, NANOCHAT),
+    *(QWEN3_MOE, MELLUM, OLMOE, GRANITE_MOE, GRANITE_MOE_SHARED, ERNIE4_5_MOE, GPT_OSS),
     *(GPT2, GPT_NEOX, GPT_NEO, GPTJ, GPT_BIGCODE, OPT, FALCON),
     NATIVE,
 )

@@ -93,6 +93,15 @@ def read_whole_rope(raw: Raw, *, layer_type: str | None = None, theta: float = 1
     return read_rope(raw, layer_type=layer_type, theta=theta)
 
 
+def check_ropes_by_type(raw: Raw) -> None:
+    """Raises ConfigError unless rope_parameters is missing, or has an object for types of attention."""
+    by_type = raw.get("rope_parameters") or {}
+    if not isinstance(by_type, dict) or by_type.keys() - {"full_attention", "sliding_attention"}:
+        raise ConfigError("rope_parameters must name the rotations of full_attention and sliding_attention")
+    if any(rope is not None and not isinstance(rope, dict) for rope in by_type.values()):
+        raise ConfigError("full_attention and sliding_attention of rope_parameters must be objects")
+
+
 def read_original_context(raw: Raw, rope: Mapping[str, Any]) -> int:
     """Context of the pretraining, by default the model's own. Raises ConfigError, KeyError."""
     key = "original_max_position_embeddings"

@@ -6,11 +6,11 @@ Tensors are torch's, or numpy's arrays where the C++ kernels take them: mappings
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from model.config import Activation, ConfigError, LayerKind, ModelConfig, Size, check_field, check_value
+from model.config import Activation, ConfigError, Experts, LayerKind, ModelConfig, Size, check_field, check_value
 from model.parameter_shapes import parameter_shapes
 
 Raw = Mapping[str, Any]
@@ -45,6 +45,8 @@ class TensorMapping:
     """Of each source; empty if the file has the Decoder's layout."""
     constants: tuple[tuple[str, float], ...] = ()
     """Names and numbers of scalars that files store beside the sources, and that a Decoder cannot vary."""
+    shape: Shape | None = None
+    """Of the Decoder's tensor, if the sources have one dimension less, as those of single experts."""
 
     def load(self, index: int, tensor: Tensor) -> Tensor:
         """Source `index` in the Decoder's layout."""
@@ -52,7 +54,8 @@ class TensorMapping:
 
     def save(self, whole: Tensor) -> dict[str, Tensor]:
         """The file's tensors, by name."""
-        parts = whole.split([shape[0] for _, shape in self.source]) if len(self.source) > 1 else (whole,)
+        rows = whole.reshape(-1, *self.source[0][1][1:]) if self.shape else whole
+        parts = rows.split([shape[0] for _, shape in self.source]) if len(self.source) > 1 else (rows,)
         conversions = self.conversions or (Conversion(),) * len(parts)
         tensors = {
             name: conversion.save(part).contiguous()
@@ -109,9 +112,11 @@ class FamilySpec:
     names: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
     """Modules (or whole tensors) of the Decoder -> names in the files, with N for the number of the layer.
 
-    Several names are q, k, v of attention.qkv, and gate, up of mlp.up. Without names, the files have the Decoder's. A
-    family whose head is always the embedding has no untied_head.
+    Several names are q, k, v of attention.qkv, and gate, up of mlp.up. E stands for the number of an expert. Without
+    names, the files have the Decoder's. A family whose head is always the embedding has no untied_head.
     """
+    fused: Mapping[str, str] = field(default_factory=dict)
+    """Changes of `names` in files that store the experts of a layer together, as transformers has them in memory."""
     layout: Callable[[ModelConfig, TensorMapping], TensorMapping] = lambda _config, mapping: mapping
     """Adds the conversion of a tensor that the files store in another layout."""
     prefix: str = ""
@@ -123,15 +128,24 @@ class FamilySpec:
 
     def mappings(self, config: ModelConfig) -> list[TensorMapping]:
         """Each tensor of the Decoder, in the order of the computation."""
-        mappings = []
-        for target, (rows, *columns) in parameter_shapes(config).items():
-            sources = self._sources(target)
-            counts = [rows // len(sources)] * len(sources)
-            if len(sources) == 3:
-                counts = [config.head_dim * heads for heads in (config.n_heads, config.n_kv_heads, config.n_kv_heads)]
-            shapes = tuple((name, (count, *columns)) for name, count in zip(sources, counts, strict=True))
-            mappings.append(self.layout(config, TensorMapping(target, shapes)))
-        return mappings
+        return [
+            self.layout(config, self._mapping(config, target, shape))
+            for target, shape in parameter_shapes(config).items()
+        ]
+
+    def _mapping(self, config: ModelConfig, target: str, shape: Shape) -> TensorMapping:
+        sources, (rows, *columns) = self._sources(target), shape
+        if config.experts and ".E." in sources[0]:
+            numbers = range(config.experts.count)
+            names = [name.replace(".E.", f".{number}.") for number in numbers for name in sources]
+            of_one = (columns[0] // len(sources), *columns[1:])
+            return TensorMapping(target, tuple((name, of_one) for name in names), shape=shape)
+        counts = [rows // len(sources)] * len(sources)
+        if len(sources) == 3:
+            counts = [config.head_dim * heads for heads in (config.n_heads, config.n_kv_heads, config.n_kv_heads)]
+        return TensorMapping(
+            target, tuple((name, (count, *columns)) for name, count in zip(sources, counts, strict=True))
+        )
 
     def _sources(self, target: str) -> list[str]:
         """Names of the file's tensors that make up the Decoder's tensor `target`."""
@@ -149,6 +163,12 @@ class FamilySpec:
         names = (found,) if isinstance(found, str) else found
         number = layer[0] if layer else ""
         return [f"{name.replace('.N.', f'.{number}.')}{dot}{suffix}" for name in names]
+
+    def of_files(self, tensors: Collection[str]) -> FamilySpec:
+        """The family with the names of files that have these tensors."""
+        endings = tuple(name.rpartition(".N.")[2] for name in self.fused.values())
+        is_fused = endings and any(name.endswith(endings) for name in tensors)
+        return replace(self, names={**self.names, **self.fused}, fused={}) if is_fused else self
 
     def spellings(self) -> tuple[Callable[[str], str], ...]:
         """How the files may change the names of all tensors, the most frequent way first."""
@@ -250,15 +270,17 @@ _DERIVED = {"n_kv_heads", "head_dim", "mlp_width"}
 """Fields that families compute from others if an optional key is null or 0."""
 
 
-def read_fields(raw: Raw, keys: Mapping[str, str], **defaults: Any) -> dict[str, Any]:
-    """Fields of ModelConfig. keys: field -> key of the config.json.
+def read_fields(
+    raw: Raw, keys: Mapping[str, str], *, of: type[ModelConfig | Experts] = ModelConfig, **defaults: Any
+) -> dict[str, Any]:
+    """Fields of a config. keys: field -> key of the config.json.
 
     Raises KeyError without a key and its default, and ConfigError with the name of the key for an invalid value.
     """
     values = {field: raw.get(key, defaults[field]) if field in defaults else raw[key] for field, key in keys.items()}
     for name, value in values.items():
         if value or not (name in defaults and name in _DERIVED):
-            check_field(name, value, keys[name])
+            check_field(name, value, keys[name], of)
     return values
 
 

@@ -77,7 +77,10 @@ class RoutedExperts(FastModule):
         self.name, self.gated = activation, gated
 
     def forward(self, x_TD: Tensor, routes: Routes) -> Tensor:
-        """Sum of each row's experts times their weights, in float32, in the order of their ids."""
+        """Sum of each row's experts times their weights, in float32, in the order of their ids.
+
+        Rows beyond those of `routes` have no experts.
+        """
         n_chosen = routes.ids_TC.shape[1]
         ids, weights = routes.ids_TC.flatten(), routes.weights_TC.flatten()
         counts = ids.bincount(minlength=len(self.up)).tolist()

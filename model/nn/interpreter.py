@@ -37,9 +37,15 @@ class Interpreter:
         self._unweighted = make_norm(config) if not config.norm_weight else None
 
     def __call__(
-        self, tokens_T: Tensor, positions_T: Tensor, attend: Attend, cross: CrossAttend | None = None
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        attend: Attend,
+        cross: CrossAttend | None = None,
+        *,
+        n_rows: int | None = None,
     ) -> Tensor:
-        """See Decoder.forward."""
+        """See Decoder.forward. n_rows: how many rows come before padding, which chooses no experts."""
         x_TD, factors = self._decoder.embed(tokens_T, positions_T)
         values: dict[Register, Any] = {Register.RESIDUAL: x_TD}
         for operation, module, parent, is_kept in self._operations:
@@ -50,7 +56,7 @@ class Interpreter:
                     norm = module or (self._unweighted if operation.norm != "none" else None)
                     result = norm(value) if norm else value
                 case Kind.ROUTE:
-                    result = parent.route(value)
+                    result = parent.route(value[:n_rows])
                 case Kind.LINEAR | Kind.EXPERTS:
                     is_linear = operation.kind == Kind.LINEAR
                     result = module(value) if is_linear else module(value, values.pop(Register.ROUTES))

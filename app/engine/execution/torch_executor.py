@@ -344,7 +344,8 @@ class TorchExecutor:
             steps.append(_GroupStep(cache, slots_X, [_row_group(cache, index, group) for group in groups]))
         cross = self._attend_sources(groups) if self._attend_sources else None
         attend = _PagedAttend(self._places, steps)
-        self._hidden_TD = self._interpret(tokens_T, positions_T, attend, cross)
+        n_rows = sum(chunk.stop - chunk.start for chunk in chunks)
+        self._hidden_TD = self._interpret(tokens_T, positions_T, attend, cross, n_rows=n_rows)
         has_prompts = any(chunk.stop - chunk.start > 1 or not chunk.samples for chunk in chunks)
         self.not_finite = non_finite_chunks(attend.finite_T.tolist(), chunks) if has_prompts else []
         return chunks

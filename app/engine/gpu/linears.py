@@ -5,7 +5,7 @@ independent; but a library selects its tile by their number, so on a GPU the las
 --deterministic), except of integers in steps of up to 64 tokens, whose kernel sums in a fixed order.
 
 quantize_decoder() replaces the products of a decoder with quantized ones. Embeddings are not quantized, and neither is
-a tied LM head, whose matrix is the embedding.
+a tied LM head, whose matrix is the embedding. Experts, which torch multiplies, are rounded to integers.
 
 Shape legend: T tokens of the step, K columns, N rows of the weight.
 """
@@ -19,7 +19,14 @@ import torch
 from torch import Tensor
 
 from app.engine.gpu.triton_loader import REFERENCE_KERNELS, QuantizedKernels
-from app.engine.quantization.quantized_weights import FP8_MULTIPLE, fp8_product, quantize, quantize_fp8_weight
+from app.engine.quantization.quantized_weights import (
+    FP8_MULTIPLE,
+    fp8_product,
+    quantize,
+    quantize_fp8_weight,
+    round_experts,
+)
+from model.nn.feed_forward import RoutedExperts
 from model.nn.layers import Linear, product
 from model.nn.transformer import Decoder
 from model.weight_formats import Codes, WeightFormat
@@ -91,6 +98,8 @@ def quantize_decoder(
     for owner in decoder.modules():
         if isinstance(owner, Linear):
             owner.product = quantized_product(owner.weight, owner.bias, weight_format, kernels) or product
+        if isinstance(owner, RoutedExperts) and weight_format.is_quantized:
+            round_experts(owner, weight_format)
     if decoder.untied_head is not None:  # padded_lm_head() handles an unquantized head
         head = quantized_product(decoder.untied_head, decoder.head_bias, weight_format, kernels)
         decoder.head_product = head or product

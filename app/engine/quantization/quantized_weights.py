@@ -58,10 +58,17 @@ def round_weights(decoder: Decoder, weight_format: WeightFormat) -> None:
         if isinstance(owner, Linear):
             owner.weight = _rounded(owner.weight, weight_format)
         if isinstance(owner, RoutedExperts):
-            owner.up, owner.down = _rounded(owner.up, weight_format), _rounded(owner.down, weight_format)
+            round_experts(owner, weight_format)
     decoder.embedding = _rounded(decoder.embedding, weight_format)
     if decoder.untied_head is not None:
         decoder.untied_head = _rounded(decoder.untied_head, weight_format)
+
+
+@torch.no_grad()
+def round_experts(experts: RoutedExperts, weight_format: WeightFormat) -> None:
+    """Rounds their matrices in place, one after another: all in float32 could take more memory than there is."""
+    for matrix in (*experts.up, *experts.down):
+        matrix.copy_(_rounded(matrix, weight_format))
 
 
 def _quantize(wide: Tensor, largest: float) -> Quantized:
@@ -71,8 +78,8 @@ def _quantize(wide: Tensor, largest: float) -> Quantized:
 
 
 def _rounded(weight: Tensor, weight_format: WeightFormat) -> nn.Parameter:
-    wide = DEQUANTIZED[weight_format.facts.codes](weight.flatten(0, -2), weight_format)
-    return nn.Parameter(wide.to(weight.dtype).view_as(weight), requires_grad=False)
+    wide = DEQUANTIZED[weight_format.facts.codes](weight, weight_format)
+    return nn.Parameter(wide.to(weight.dtype), requires_grad=False)
 
 
 def _from_integers(weight: Tensor, weight_format: WeightFormat) -> Tensor:

@@ -50,6 +50,9 @@ LLAMA: dict[str, Any] = {
     "max_position_embeddings": 128,
 }
 """Sizes under the names that most families give them."""
+EXPERTS_NEUTRAL = dict.fromkeys(
+    ("output_router_logits", "router_aux_loss_coef"), "of the loss that spreads tokens over experts in training"
+)
 SCALED = {"rope_type": "linear", "factor": 2.5, "rope_theta": 1e4}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 5e5}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.support.model.family_cases import LLAMA, LLAMA3, YARN, FamilyCases, heads
+from tests.support.model.family_cases import EXPERTS_NEUTRAL, LLAMA, LLAMA3, YARN, FamilyCases, heads
 
 _MINIMAL: dict[str, Any] = {**LLAMA, "num_attention_heads": 4, "vocab_size": 99}
 _SCALES = {
@@ -63,22 +63,26 @@ FAMILIES = (
             "b": {**heads(4, 1), **_HYBRID, **_SCALES, "position_embedding_type": "nope", "tie_word_embeddings": True},
             "c": {**heads(3, 3, 24), **_HYBRID, **_ROPE, "attention_multiplier": 0.2, "shared_intermediate_size": 50}
             | {"rope_parameters": YARN, "hidden_act": "relu"},
+            "d": {**heads(4, 2, 20), **_HYBRID, **_SCALES, **_ROPE, "intermediate_size": 24, "num_local_experts": 5},
         },
         variants=(
             {**_ROPE, "rope_theta": 1e7, "rope_scaling": None},
             {"position_embedding_type": None, "layer_types": ["attention"] * 2},
             {"position_embedding_type": "nope", "layer_types": ["attention", "full_attention"]},
             {**_SCALES, **_ROPE, "attention_bias": True, "num_experts_per_tok": 0, "torch_dtype": "bfloat16"},
+            {"num_local_experts": 8, "num_experts_per_tok": 3, "shared_intermediate_size": 16},
         ),
         switches=(
             *[("a", {key: 1.0}) for key in _SCALES],
             ("a", {"position_embedding_type": None}),
             ("b", {"position_embedding_type": "rope"}),
             ("c", {"rope_parameters": {**YARN, "factor": 2.0}}),
+            ("d", {"num_experts_per_tok": 3}),
         ),
         refused=(
-            ({"num_local_experts": 4}, "^num_local_experts 4 is not supported, only 0"),
-            ({"num_local_experts": None}, "^num_local_experts None"),
+            ({"num_local_experts": None}, "^num_local_experts cannot be None"),
+            ({"num_local_experts": 4, "num_experts_per_tok": 5}, "^chosen of the experts"),
+            ({"num_local_experts": 4, "intermediate_size": 0}, "^intermediate_size cannot be 0"),
             ({"layer_types": ["attention", "mamba"]}, "^layer_types has 'mamba', which is not supported"),
             ({"layer_types": ["linear_attention"] * 2}, "^layer_types has 'linear_attention'"),
             ({"layer_types": [["attention"], "attention"]}, r"^layer_types has \['attention'\]"),
@@ -91,10 +95,7 @@ FAMILIES = (
             ({**_ROPE, "partial_rotary_factor": 0.5}, "^partial_rotary_factor 0.5"),
         ),
         neutral={
-            **dict.fromkeys(
-                ("intermediate_size", "num_experts_per_tok", "output_router_logits", "router_aux_loss_coef"),
-                "of experts, which are refused",
-            ),
+            **EXPERTS_NEUTRAL,
             **dict.fromkeys(
                 (
                     *[f"mamba_{key}" for key in ("n_heads", "n_groups", "d_state", "d_head", "d_conv", "expand")],
