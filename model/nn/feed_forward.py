@@ -64,6 +64,10 @@ class Router(FastModule):
             return row_invariant_product(x_TD.to(wide), self.weight.to(wide), bias)
 
 
+_ByExpert = tuple[Tensor | tuple[Tensor, ...] | None, ...]
+"""Matrices up and down and their biases, which have an expert's at its index."""
+
+
 class RoutedExperts(FastModule):
     """Feed-forward networks with a router's weights; only those that a row has chosen are read."""
 
@@ -84,19 +88,29 @@ class RoutedExperts(FastModule):
         n_chosen = routes.ids_TC.shape[1]
         ids, weights = routes.ids_TC.flatten(), routes.weights_TC.flatten()
         counts = ids.bincount(minlength=len(self.up)).tolist()
+        by_expert = self._by_expert()
         total_TD = x_TD.new_zeros(x_TD.shape, dtype=routes.weights_TC.dtype)
         for expert, places in enumerate(ids.argsort(stable=True).split(counts)):
             if len(places):
                 rows = places // n_chosen
-                out = self._of_one(expert, x_TD[rows]).to(total_TD.dtype)
+                out = self._of_one(expert, x_TD[rows], by_expert).to(total_TD.dtype)
                 total_TD.index_add_(0, rows, out * weights[places, None])
         return total_TD.to(x_TD.dtype)
 
-    def _of_one(self, expert: int, x_RD: Tensor) -> Tensor:
-        up_bias, down_bias = (None if b is None else b[expert] for b in (self.up_bias, self.down_bias))
-        hidden_RX = row_invariant_product(x_RD, self.up[expert], up_bias)
+    def _by_expert(self) -> _ByExpert:
+        parameters = (self.up, self.down, self.up_bias, self.down_bias)
+        if not torch.is_grad_enabled():
+            return parameters
+        # For each index, autograd would make a gradient of all experts.
+        return tuple(None if parameter is None else parameter.unbind() for parameter in parameters)
+
+    def _of_one(self, expert: int, x_RD: Tensor, by_expert: _ByExpert) -> Tensor:
+        """[R, D]: the feed-forward of one expert."""
+        up, down, up_bias, down_bias = (None if each is None else each[expert] for each in by_expert)
+        assert up is not None and down is not None
+        hidden_RX = row_invariant_product(x_RD, up, up_bias)
         activated_RF = activate_hidden(self.name, hidden_RX, gated=self.gated)
-        return row_invariant_product(activated_RF, self.down[expert], down_bias)
+        return row_invariant_product(activated_RF, down, down_bias)
 
 
 class MixtureOfExperts(FastModule):

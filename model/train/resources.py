@@ -11,6 +11,7 @@ from model.command_line import Optimizer
 from model.config import ModelConfig
 from model.decoder_program import Kind, cost, decoder_program, encoder_program
 from model.nn.transformer import Decoder
+from model.train.step.optimizer import block_matrices
 
 _BFLOAT16_PEAKS = {
     # Dense bfloat16 with float32 accumulation, from the vendors' data sheets (figures with sparsity are twice that).
@@ -56,8 +57,7 @@ class Sizes:
 
 def sizes(decoder: Decoder, optimizer: Optimizer, *, ema: float, export_dtype: str) -> Sizes:
     """Sizes of a run that trains `decoder`, which may be on the meta device."""
-    blocks = (decoder.blocks, decoder.encoder_blocks)
-    n, n_matrices = decoder.n_params, sum(p.numel() for part in blocks for p in part.parameters() if p.ndim == 2)
+    n, n_matrices = decoder.n_params, sum(matrix.numel() for matrix in block_matrices(decoder))
     return Sizes(
         weights=_FLOAT * n,
         optimizer=_FLOAT * (_STATES[optimizer] * n_matrices + _STATES["adamw"] * (n - n_matrices)),

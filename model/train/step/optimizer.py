@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Muon
 
 from model.command_line import Optimizer
@@ -89,24 +89,31 @@ def _momentum(optimizer: Muon) -> Tensor:
 _MAX_NORM, _NORM_EPSILON = 1.0, 1e-6
 
 
-class ParameterUpdates:
-    """muon: Muon for the matrices of the blocks, AdamW for embeddings and norms. adamw: AdamW for everything.
+def block_matrices(decoder: Decoder) -> list[nn.Parameter]:
+    """The matrices of the blocks, which Muon updates; experts have three dimensions, and their biases two."""
+    blocks = (decoder.blocks, decoder.encoder_blocks)
+    return [p for part in blocks for name, p in part.named_parameters() if p.ndim == 2 and not name.endswith("bias")]
 
-    Both share one learning-rate schedule; weight decay applies only to the matrices of the blocks. Source of Muon:
+
+class ParameterUpdates:
+    """muon: Muon for the matrices of the blocks, AdamW for embeddings, norms, experts. adamw: AdamW for everything.
+
+    Both share one learning-rate schedule; weight decay applies only to matrices of blocks and experts. Source of Muon:
     Jordan et al. 2024; Newton-Schulz orthogonalized momentum as in torch.optim.Muon.
     """
 
     def __init__(
         self, decoder: Decoder, kind: Optimizer, *, matrix_lr: float, other_lr: float, weight_decay: float
     ) -> None:
-        blocks = (decoder.blocks, decoder.encoder_blocks)
-        matrices = [p for part in blocks for p in part.parameters() if p.ndim == 2]
+        matrices = block_matrices(decoder)
         chosen = {id(p) for p in matrices}
         others = [p for p in decoder.parameters() if id(p) not in chosen]
         muon = matrices if kind == "muon" else []
         self._muon = [torch.optim.Muon([p], weight_decay=weight_decay, momentum=0.95) for p in muon]
         self._parameters = list(decoder.parameters())
-        decays = [(p, 0.0) for p in others] + [(p, weight_decay) for p in matrices if not muon]
+        decays = [(p, weight_decay if p.ndim == 3 else 0.0) for p in others] + [
+            (p, weight_decay) for p in matrices if not muon
+        ]
         together = [[pair] for pair in decays] if self._parameters[0].is_cpu else [decays]
         self._adamw = [_adamw(pairs) for pairs in together if pairs]
         self.parts: dict[str, list[torch.optim.Optimizer]] = {"muon": [*self._muon], "adamw": self._adamw}

@@ -39,9 +39,9 @@ def test_experts_that_no_row_has_chosen_are_not_read(monkeypatch: pytest.MonkeyP
     """Rows that pad a step choose none."""
     read, chosen, compute, route = set[int](), set[int](), RoutedExperts._of_one, MixtureOfExperts.route
 
-    def recorded(self: RoutedExperts, expert: int, x_RD: Tensor) -> Tensor:
+    def recorded(self: RoutedExperts, expert: int, *inputs: Any) -> Tensor:
         read.add(expert)
-        return compute(self, expert, x_RD)
+        return compute(self, expert, *inputs)
 
     def routed(self: MixtureOfExperts, x_TD: Tensor) -> Routes:
         assert len(x_TD) == 1
@@ -110,7 +110,7 @@ def test_experts_add_up_in_float32_in_the_order_of_their_ids() -> None:
     for row, found_D in enumerate(experts(x_TD, routes)):
         total_D = torch.zeros(64)
         for expert, weight in zip(routes.ids_TC[row].tolist(), routes.weights_TC[row], strict=True):
-            total_D += experts._of_one(expert, x_TD[row : row + 1])[0].float() * weight
+            total_D += experts._of_one(expert, x_TD[row : row + 1], experts._by_expert())[0].float() * weight
         assert torch.equal(found_D, total_D.bfloat16())
 
 

@@ -81,6 +81,7 @@ def _loss(model: Any, tokens: list[int]) -> float:
     [
         *("gpt2-b", "llama-b", "mistral-a", "qwen2-b", "qwen3-a", "gpt_neox-c"),
         *("granitemoehybrid-b", "cohere2-c", "glm4-a", "falcon-c", "apertus-a"),
+        *("qwen3_moe-b", "granitemoe-a", "ernie4_5_moe-a", "gpt_oss-a"),
     ],
 )
 def test_fine_tuned_model_of_each_family_is_read_by_transformers(
