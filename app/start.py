@@ -33,6 +33,7 @@ from app.engine_client.supervisor import EngineStopped
 from app.serving.instance_factory import open_instance
 from app.serving.kernel_prebuild import libraries_at_start
 from app.serving.model_instance import ModelInstance
+from model.cache_formats import check_kv_cache
 from model.checkpoint.chat_template_file import read_chat_template
 from model.checkpoint.hub import hub_model, resolve_weights
 from model.checkpoint.manifest import read_model_name
@@ -109,7 +110,8 @@ def _check_kernels(settings: Settings) -> None:
 
 
 def _check_device(settings: Settings) -> None:
-    """Fails if a GPU is required and there can be none; the engine finds the rest."""
+    """Fails if a GPU is required and there can be none, or the cache's format has none; the engine finds the rest."""
+    check_kv_cache(settings.kv_cache, settings.device)
     if settings.device == "cuda" and (problem := why_no_cuda()):
         raise ValueError(f"--device cuda: {problem}; or use --device cpu")
 

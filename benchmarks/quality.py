@@ -11,8 +11,9 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -23,6 +24,7 @@ from app.engine.execution.engine import Engine
 from app.engine.gpu.linears import quantize_decoder
 from app.engine.startup import build_engine
 from benchmarks.common import command_line, print_result
+from model.cache_formats import KvCache
 from model.checkpoint.checkpoint import load
 from model.files import one_line
 from model.nn.reference import logits
@@ -54,10 +56,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError("--text and --tokens must give at least 2 tokens")
         n_bytes = sum(len(tokenizer.bytes_of[token]) for window in windows for token in window[1:])
         results: dict[str, float] = {}
-        print(f"{'way':24} {'bits per byte':>14} {'more':>9}")
+        print(f"{'way':28} {'bits per byte':>14} {'more':>9}")
         for name, scorer in _variants(options.weights, decoder):
             results[name] = bits = -sum(scorer(windows)) / math.log(2) / n_bytes
-            print(f"{name:24} {bits:14.5f} {100 * (bits / next(iter(results.values())) - 1):+8.3f} %", flush=True)
+            print(f"{name:28} {bits:14.5f} {100 * (bits / next(iter(results.values())) - 1):+8.3f} %", flush=True)
     except (ValueError, OSError) as error:  # of weights, text or compiler; the message names which
         parser.exit(2, one_line(f"error: {error}") + "\n")
     print_result("quality", tokens=options.tokens, bits_per_byte=results)
@@ -68,12 +70,17 @@ def _variants(weights: Path, decoder: Decoder) -> Iterator[tuple[str, Scorer]]:
     library = str(find_or_build(None))
     for dtype in ("float32", "bfloat16"):
         for quantize in (each for each in QUANTIZE if not needs_gpu(each)):
-            for kernels in _KERNELS:
-                name = f"{kernels} {dtype}{f' {quantize}' if quantize != 'none' else ''}"
+            for kernels, kv_cache in product(_KERNELS, get_args(KvCache)):
+                formats = [*[quantize] * (quantize != "none"), *["kv_int8"] * (kv_cache == "int8")]
                 config = WorkerConfig(
-                    weights=str(weights), dtype=dtype, kernels=kernels, library=library, quantize=quantize
+                    weights=str(weights),
+                    dtype=dtype,
+                    kernels=kernels,
+                    library=library,
+                    quantize=quantize,
+                    kv_cache=kv_cache,
                 )
-                yield name, partial(_score, build_engine(config).engine)
+                yield " ".join((kernels, dtype, *formats)), partial(_score, build_engine(config).engine)
     quantize_decoder(decoder, WeightFormat(kind="fp8"))
     yield "emulated bfloat16 fp8", partial(_score_by_reference, decoder)
 

@@ -30,7 +30,7 @@ from tests.support import ROOT
 from tests.support.engine.native_sampler import Sample, compile_sampler, native_sample
 from tests.support.fake_compiler import compile_library
 from tests.support.longest_files import LONGEST
-from tests.support.model.tiny_models import TEXT, WAY, kernels, tiny_weights
+from tests.support.model.tiny_models import KV_CACHE, TEXT, WAY, kernels, tiny_weights
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server, forbid_servers, own_servers, start_server, stop_server
 from tests.support.services import Services, services
@@ -176,6 +176,14 @@ def way(request: pytest.FixtureRequest) -> Iterator[str]:
     before = WAY.set(request.param)
     yield request.param
     WAY.reset(before)
+
+
+@pytest.fixture
+def int8_cache() -> Iterator[None]:
+    """Gives tiny_engine() a cache of codes; compare it with generate(kv_cache="int8")."""
+    before = KV_CACHE.set("int8")
+    yield
+    KV_CACHE.reset(before)
 
 
 @pytest.fixture(autouse=True)

@@ -22,6 +22,7 @@ from app.common.settings import Settings
 from app.engine.memory.memory_plan import CacheShape, cache_share_on_cpu
 from app.engine.startup import build_engine
 from app.tokenization.tokenizer_trial import check_vocabulary, try_tokenizer
+from model.cache_formats import KvCache
 from model.checkpoint.checkpoint import load
 from model.checkpoint.config_file import load_config
 from model.checkpoint.golden_export import verify
@@ -92,6 +93,7 @@ def _check(directory: Path) -> list[Line]:
         *cost_lines(decoder.config),
         ("mem_limit", _memory_limits(decoder.config, decoder.n_params)),
         ("contexts", describe_contexts(decoder.config, decoder.n_params)),
+        *_coded_contexts(decoder.config, decoder.n_params),
         *_tokenizer_lines(weights, tokenizer),
         ("chat", "no template" if template is None else "has a template"),
         ("defaults", ", ".join(f"{name} {value:g}" for name, value in defaults.items()) or "the model brings none"),
@@ -141,16 +143,24 @@ _MEMORIES = (8, 16, 24, 80)
 """GiB of free memory."""
 
 
-def describe_contexts(shape: ModelConfig, n_params: int) -> str:
+def _coded_contexts(shape: ModelConfig, n_params: int) -> list[Line]:
+    """The contexts with --kv-cache int8, if it serves this model."""
+    return [] if shape.n_encoder_layers else [("kv_int8", describe_contexts(shape, n_params, "int8"))]
+
+
+def describe_contexts(shape: ModelConfig, n_params: int, kv_cache: KvCache = "auto") -> str:
     """The default context of a service in bfloat16 on a CPU with so much free memory."""
-    whole = CacheShape(shape=shape, context=shape.context, block_size=16, max_running=1, dtype="bfloat16")
+    whole = CacheShape(
+        shape=shape, context=shape.context, block_size=16, max_running=1, dtype="bfloat16", kv_cache=kv_cache
+    )
     found = []
     for gib in _MEMORIES:
         share = cache_share_on_cpu((gib << 30) - _PROCESSES, 2 * n_params)
         fitting = whole.fitting(share)
         context = fitting.context if fitting.cache_bytes(fitting.needed_blocks) <= share else 0
         found.append(f"{f'{context:,}' if context else 'none'} in {gib} GiB")
-    return f"{', '.join(found)} of free memory, in bfloat16"
+    cache = "" if kv_cache == "auto" else f" with --kv-cache {kv_cache}"
+    return f"{', '.join(found)} of free memory, in bfloat16{cache}"
 
 
 def _print_stderr(line: str) -> None:

@@ -18,6 +18,7 @@ from msgspec import Struct
 from app.common.frames import FrameDecoder, encode_body
 from app.common.model_version import Version
 from app.common.types import Request, StepReport
+from model.cache_formats import KvCache
 from model.weight_formats import Quantize
 from model.weights_version import Directory, WeightsVersion, readable
 
@@ -39,6 +40,7 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, tag="config"):
     packed_cache_bytes: int = 0
     """Most bytes of the weights store in the cache directory; 0 neither reads nor keeps packed weights."""
     quantize: Quantize = "none"
+    kv_cache: KvCache = "auto"
     deterministic: bool = False
     """Steps of constant shapes, and a check at startup that results are batch invariant."""
     threads: int = 0
@@ -112,8 +114,8 @@ class Ready(Struct, frozen=True, kw_only=True, array_like=True, tag="ready"):
     has_encoder: bool
     numerics: str
     """Compute backend: "torch2", "native3-" and the CPU level, or "triton-", its version, a key of the kernels' sources
-    and the GPU's compute capability; then the number format, "-int8" or "-fp8" if weights are quantized, "-long" or
-    "-short" for a longrope, and "-deterministic" if all steps on a GPU have one shape."""
+    and the GPU's compute capability; then the number format, "-int8" or "-fp8" if weights are quantized, "-kv_int8" if
+    the cache is, "-long" or "-short" for a longrope, and "-deterministic" if all steps on a GPU have one shape."""
     numerics_reason: str
     """Why this backend was chosen, for the log."""
     waits_for_build: bool

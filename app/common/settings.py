@@ -16,6 +16,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from model.cache_formats import KvCache
 from model.weight_formats import Quantize
 
 GROUPS: Mapping[str, str] = {
@@ -56,6 +57,9 @@ class Settings(BaseSettings):
     quantize: Quantize = "none"
     """int8 stores weights as 8-bit integers: half the memory, faster with few streams; fp8 also computes in 8 bits, on
     GPUs that support it."""
+    kv_cache: KvCache = "auto"
+    """Format of the KV cache; auto is the number format of the model. int8 stores keys and values as 8-bit integers, on
+    CPUs: half the memory of bfloat16, and faster where the cache exceeds the processor's."""
     max_context: int = Field(0, ge=0, le=2**31 - 1)
     """Longest sequence in tokens; 0 is the model's own context length, or the longest one whose cache fits."""
     host: str = "127.0.0.1"

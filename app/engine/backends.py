@@ -128,6 +128,7 @@ class CppBackend:
             dtype=dtype,
             blocks=blocks,
             weight_format=weight_format(dtype, self._config.quantize),
+            kv_cache=self._cache_shape.kv_cache,
             restored=restored,
         )
         sampler = NativeSampler(self._library, config.vocab_size, pool=executor.session.pool)
@@ -142,8 +143,10 @@ class CppBackend:
 
 
 def full_numerics(backend: str, cache_shape: CacheShape, config: WorkerConfig, *more: str) -> str:
-    """Backend, number format, quantization, and `more` that affects bits."""
-    quantized = [] if config.quantize == "none" else [config.quantize]
+    """Backend, number format, quantization of weights and cache, and `more` that affects bits."""
+    quantized = [] if config.quantize == "none" else [str(config.quantize)]
+    if cache_shape.kv_cache != "auto":
+        quantized.append(f"kv_{cache_shape.kv_cache}")
     return "-".join((backend, cache_shape.dtype, *quantized, *_long_rotation(cache_shape), *more))
 
 

@@ -180,19 +180,27 @@ def _check_weights(
     check_finite_logits(
         engine, directory, model, context=context, number_format=number_format, start_id=weights.start_id
     )
-    golden = check_golden(engine, directory, model, context=context, number_format=number_format)
+    golden = check_golden(
+        engine, directory, model, context=context, number_format=number_format, kv_cache=config.kv_cache
+    )
     return f"{golden}, {MANIFEST_FILE} passed" if is_whole else golden
 
 
 def _cache_shape(
     config: WorkerConfig, shape: ModelConfig, placement: Placement, selected: SelectedBackend
 ) -> CacheShape:
+    if config.kv_cache != "auto" and shape.n_encoder_layers:
+        raise ValueError(
+            f"--kv-cache {config.kv_cache} does not serve a model with an encoder, and {config.weights} has one: use "
+            "--kv-cache auto"
+        )
     cache_shape = CacheShape(
         shape=replace(shape, head_dim=padded_head_dim(shape)) if selected.library else shape,
         context=choose_context(shape, config.max_context),
         block_size=BLOCK if placement.device == "cpu" else 64,
         max_running=config.max_running,
         dtype=placement.dtype,
+        kv_cache=config.kv_cache,
     )
     if config.max_context:
         return cache_shape

@@ -17,6 +17,7 @@ from random import Random
 from app.common.types import Request, RequestFailed, SamplingParams
 from app.engine.execution.engine import Engine
 from app.engine.scheduling.scheduler import NOT_FINITE, StepLimits
+from model.cache_formats import KvCache, golden_tolerance
 from model.checkpoint.golden import GOLDEN_FILE, read_golden
 from model.checkpoint.tensor_index import INDEX_FILE, WEIGHTS_FILE
 from model.config import ModelConfig
@@ -91,10 +92,19 @@ def check_finite_logits(
         raise CheckpointError(f"{weights}: {_problem(failed[0], number_format)}")
 
 
-def check_golden(engine: Engine, directory: Directory, config: ModelConfig, *, context: int, number_format: str) -> str:
+def check_golden(
+    engine: Engine,
+    directory: Directory,
+    config: ModelConfig,
+    *,
+    context: int,
+    number_format: str,
+    kv_cache: KvCache = "auto",
+) -> str:
     """Compares the engine with golden.json and returns the result for the log. Raises CheckpointError if they differ.
 
-    Takes the arguments of check_finite_logits(); `config` has the whole context of the model.
+    Takes the arguments of check_finite_logits(); `config` has the whole context of the model, and `kv_cache`
+    is the format of the cache.
     """
     golden = read_golden(directory, config)
     if golden is None:
@@ -114,7 +124,7 @@ def check_golden(engine: Engine, directory: Directory, config: ModelConfig, *, c
     if failed:
         raise CheckpointError(f"{golden.path}: {_problem(failed[0], number_format)}")
     logprobs = answers[request.id].scores
-    if tolerance := KINDS[number_format].golden_tolerance:
+    if tolerance := golden_tolerance(KINDS[number_format].golden_tolerance, kv_cache):
         difference = golden.compare_rounded(logprobs, relative_tolerance=tolerance)
         return f"{GOLDEN_FILE} passed, mean difference {difference:.1e}"
     return f"{GOLDEN_FILE} passed, largest difference {golden.compare(logprobs):.1e}"

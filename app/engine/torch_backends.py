@@ -34,6 +34,7 @@ from app.engine.memory.memory_plan import (
 from app.engine.quantization.quantized_weights import round_weights
 from app.engine.sampling.sampler import TorchSampler
 from app.engine.scheduling.scheduler import StepLimits
+from model.cache_formats import check_kv_cache
 from model.checkpoint.checkpoint import load_decoder
 from model.checkpoint.stored_weights import StoredWeights
 from model.config import ModelConfig
@@ -49,6 +50,7 @@ def place(config: WorkerConfig) -> Placement:
     dtype = choose_dtype(config.dtype, device)
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     check_quantize(config.quantize, device.type, dtype, capability)
+    check_kv_cache(config.kv_cache, device.type)
     return Placement(device.type, str(dtype).removeprefix("torch."), describe(device))
 
 
@@ -103,7 +105,13 @@ class TorchBackend:
         attend = None
         if decoder.config.n_encoder_layers:
             attend = EncoderCache(decoder, slots=cache_shape.max_running, context=cache_shape.context).attend
-        return TorchExecutor(decoder, blocks=blocks, block_size=cache_shape.block_size, attend_sources=attend)
+        return TorchExecutor(
+            decoder,
+            blocks=blocks,
+            block_size=cache_shape.block_size,
+            kv_cache=cache_shape.kv_cache,
+            attend_sources=attend,
+        )
 
 
 @dataclass(slots=True, kw_only=True)

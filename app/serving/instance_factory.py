@@ -114,6 +114,7 @@ def _worker_configs(settings: Settings, shares: Sequence[EngineShare], reserved_
             dtype=settings.dtype,
             kernels=settings.kernels,
             quantize=settings.quantize,
+            kv_cache=settings.kv_cache,
             deterministic=settings.deterministic,
             has_torch=libraries.has_torch,
             library=str(libraries.found) if libraries.found else None,

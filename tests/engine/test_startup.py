@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from app.common import weights_store
 from app.common.ipc import WorkerConfig
 from app.common.startup_timer import LOADING_WEIGHTS, PHASES, PROVING, WARMING_UP
-from app.engine import startup
+from app.engine import startup, torch_backends
 from app.engine.cpu.toolchain.builder import find_or_build
 from app.engine.memory import memory_plan
 from app.engine.startup import build_engine
@@ -176,6 +176,36 @@ def test_features_that_need_torch_are_refused_without_it(
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(EngineStartError, match=rf"^torch is not installed, .*{reason}.*pip install torch"):
         build_engine(_config(tmp_path, **changes))
+
+
+@pytest.mark.parametrize("kernels", ["torch", "native"])
+def test_int8_cache_is_part_of_numerics_and_of_the_memory_plan(
+    tmp_path: Path, kernels: str, request: pytest.FixtureRequest
+) -> None:
+    """Receipts, resumed streams and a second engine of the pool compare numerics."""
+    if kernels == "native":
+        request.getfixturevalue("native_library")
+    config = _config(tmp_path, kernels=kernels, kv_blocks=32)
+    plain, coded = (build_engine(replace(config, kv_cache=kv_cache)).ready for kv_cache in ("auto", "int8"))
+    assert coded.numerics == f"{plain.numerics}-kv_int8"
+    assert coded.cache_bytes * 4 * 16 == plain.cache_bytes * (16 + 2), "float32, heads of 16 numbers"
+
+
+def test_int8_cache_of_a_model_with_an_encoder_is_refused(tmp_path: Path) -> None:
+    config = WorkerConfig(
+        weights=str(tiny_weights(tmp_path, n_encoder_layers=1)), device="cpu", kernels="torch", kv_cache="int8"
+    )
+    with pytest.raises(EngineStartError, match=r"^--kv-cache int8 does not .* an encoder, .*: use --kv-cache auto$"):
+        build_engine(config)
+
+
+def test_int8_cache_on_a_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With --device auto, only the engine knows the device."""
+    monkeypatch.setattr(torch_backends, "_device", lambda _config: torch.device("cuda"))
+    monkeypatch.setattr(torch_backends, "choose_dtype", lambda *_: torch.bfloat16)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
+    with pytest.raises(ValueError, match=r"^--kv-cache int8 requires a CPU"):
+        torch_backends.place(_config(tmp_path, device="auto", kv_cache="int8"))
 
 
 def test_torch_installed_while_the_service_runs_is_not_used(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import nextafter
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -27,6 +27,7 @@ from app.engine.scheduling.scheduler import Scheduler, StepLimits
 from app.engine.startup import build_engine
 from app.engine.startup_checks import BatchVarianceError, check_batch_invariance, check_finite_logits, check_golden
 from app.engine.worker_loop import EngineStartError
+from model.cache_formats import KvCache
 from model.checkpoint.golden import GOLDEN_FILE
 from model.checkpoint.golden_export import golden_file
 from model.checkpoint.manifest import MANIFEST_FILE, manifest_file
@@ -48,12 +49,15 @@ def directory(tmp_path: Path, weights: Path) -> Path:
     return copy
 
 
-def _config(directory: Path, number: str, kernels: str = "torch", library: Path | None = None) -> WorkerConfig:
+def _config(
+    directory: Path, number: str, kernels: str = "torch", library: Path | None = None, kv_cache: KvCache = "auto"
+) -> WorkerConfig:
     return WorkerConfig(
         weights=str(directory),
         device="cpu",
         dtype="float32" if number == "float32" else "bfloat16",
         quantize=number if number in CPU_QUANTIZE else "none",  # type: ignore[arg-type]
+        kv_cache=kv_cache,
         kernels=kernels,  # type: ignore[arg-type]
         library=str(library) if library else None,
         threads=1,
@@ -77,12 +81,23 @@ def test_every_backend_passes_the_golden_check(
     assert logged.startswith(f"{GOLDEN_FILE} passed, {'largest' if number == 'float32' else 'mean'} difference")
 
 
+@pytest.mark.parametrize("kernels", ["torch", "native"])
 @pytest.mark.parametrize("number", NUMBERS)
-def test_different_model_is_detected_in_every_number_format(directory: Path, number: str) -> None:
+def test_int8_cache_passes_the_golden_check(
+    directory: Path, number: str, kernels: str, request: pytest.FixtureRequest
+) -> None:
+    library = request.getfixturevalue("native_library") if kernels == "native" else None
+    logged = _announced(_config(directory, number, kernels, library, "int8"))[-1]
+    assert logged.startswith(f"{GOLDEN_FILE} passed, mean difference")
+
+
+@pytest.mark.parametrize("kv_cache", get_args(KvCache))
+@pytest.mark.parametrize("number", NUMBERS)
+def test_different_model_is_detected_in_every_number_format(directory: Path, number: str, kv_cache: KvCache) -> None:
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 5.0}))
     with pytest.raises(EngineStartError, match=r"golden\.json: the log-probabilities differ by (up to|a mean of) \d"):
-        build_engine(_config(directory, number))
+        build_engine(_config(directory, number, kv_cache=kv_cache))
 
 
 def test_golden_longer_than_the_served_context_is_compared_as_far_as_that(directory: Path) -> None:

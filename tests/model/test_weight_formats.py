@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -66,3 +67,5 @@ def test_numerics_end_in_the_number_format_and_the_value_of_quantize(quantize: Q
     config = WorkerConfig(weights="", quantize=quantize)
     assert full_numerics("native3-amx", shape, config) == f"native3-amx-bfloat16{suffix}"
     assert full_numerics("torch2", shape, config, "deterministic") == f"torch2-bfloat16{suffix}-deterministic"
+    coded = replace(shape, kv_cache="int8")
+    assert full_numerics("native3-amx", coded, config) == f"native3-amx-bfloat16{suffix}-kv_int8", "other bits"

@@ -18,6 +18,7 @@ from app.engine.cpu.huge_pages import HugepageAllocator, zeros
 from app.engine.cpu.library import Shape, Step, address_of
 from app.engine.cpu.packed_decoder import BLOCK, PackedDecoder, ReadTensor, padded_head_dim
 from app.engine.scheduling.batch_plan import BatchPlan, Chunk, non_finite_chunks
+from model.cache_formats import KvCache
 from model.config import ModelConfig
 from model.number_formats import Array
 from model.weight_formats import WeightFormat
@@ -49,8 +50,8 @@ class NativeSession:
 class NativeExecutor:
     """Executor that reads and packs the weights at construction.
 
-    The cache of each group holds [layer of the group, 2, block, kv_head, 16 slots x head_dim], within a block as
-    source/attend.h says; the reserved blocks come last.
+    The cache of each group holds [layer of the group, 2, block, kv_head, 16 slots x head_dim], or bytes in place of
+    numbers if it has codes, within a block as source/cache_formats.h says; the reserved blocks come last.
     """
 
     def __init__(
@@ -63,17 +64,27 @@ class NativeExecutor:
         dtype: str,
         blocks: int,
         weight_format: WeightFormat | None = None,
+        kv_cache: KvCache = "auto",
         restored: HugepageAllocator | None = None,
     ) -> None:
         """weight_format, restored: see PackedDecoder."""
         self.config = config
         self._library = library
         self.decoder = decoder = PackedDecoder(
-            library, config, read, pool.handle, dtype=dtype, weight_format=weight_format, restored=restored
+            library,
+            config,
+            read,
+            pool.handle,
+            dtype=dtype,
+            weight_format=weight_format,
+            kv_cache=kv_cache,
+            restored=restored,
         )
-        sizes = (config.n_kv_heads, BLOCK * padded_head_dim(config))
+        numbers = decoder.cache_dtype
+        block = BLOCK * decoder.groups[0].format.head_bytes(padded_head_dim(config)) // numbers.itemsize
+        sizes = (config.n_kv_heads, block)
         shapes = [(len(group.layers), 2, blocks + group.n_reserved_blocks, *sizes) for group in decoder.groups]
-        self._caches = [zeros(shape, decoder.dtype) for shape in shapes]
+        self._caches = [zeros(shape, numbers) for shape in shapes]
         padding_blocks = array("i", [blocks]) * -(-self.config.context // BLOCK)
         self._padding_tables = (padding_blocks,) * len(decoder.groups)
         self.session = self.session_on(pool)

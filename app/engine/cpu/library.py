@@ -59,7 +59,7 @@ class Shape(Structure):
         *((name, c_int32) for name in ("is_bf16", "n_registers", "query_heads", "kv_heads", "head_width", "width")),
         *((name, c_int32) for name in ("n_operations", "n_groups", "final_norm", "padded_head")),
         *((name, c_float) for name in ("embedding_scale", "logit_scale", "soft_cap", "eps")),
-        ("unused", c_int32),
+        ("has_coded_cache", c_int32),
         ("position_embeddings", c_void_p),
         *((name, POINTER(Matrix)) for name in ("embedding", "head")),
         *((name, c_void_p) for name in ("final_weight", "final_bias", "caches", "register_columns", "operations")),

@@ -17,7 +17,8 @@ import numpy as np
 
 from app.engine.cpu.huge_pages import HugepageAllocator
 from app.engine.cpu.library import Cache, Matrix, NativeOperation, Shape, address_of
-from app.engine.memory.cache_groups import cache_groups, cache_places
+from app.engine.memory.cache_groups import cache_dtype, cache_groups, cache_places
+from model.cache_formats import KvCache
 from model.config import Activation, ExpertScore, ModelConfig
 from model.decoder_program import Kind, Operation, Register, Weight, decoder_program
 from model.number_formats import Array, as_float32
@@ -53,6 +54,7 @@ class PackedDecoder:
         *,
         dtype: str,
         weight_format: WeightFormat | None = None,
+        kv_cache: KvCache = "auto",
         restored: HugepageAllocator | None = None,
     ) -> None:
         """read: called once for each tensor, which is packed before the next one. pool: threads that pack.
@@ -68,7 +70,8 @@ class PackedDecoder:
         """All that depends on the weights; tables of positions are elsewhere."""
         self._keepalive: list[Any] = []
         self._operations: list[NativeOperation] = []
-        self.groups = cache_groups(config, dtype)
+        self.groups = cache_groups(config, cache_dtype(dtype, kv_cache))
+        self._has_codes = self.groups[0].format.has_codes
         self._places = cache_places(self.groups)
         self._rope_tables = {rope: self._kept(rope_table(config, rope)) for rope in config.ropes}
         self._query_scale = self._kept(query_scale_table(config)) if config.query_scale else 0
@@ -80,9 +83,9 @@ class PackedDecoder:
         self._shape = self._make_shape(embed, final_norm)
 
     @property
-    def dtype(self) -> np.dtype[Any]:
-        """Type of the cache's numbers."""
-        return np.dtype(np.uint16 if self._is_bf16 else np.float32)
+    def cache_dtype(self) -> np.dtype[Any]:
+        """Type of the cache's numbers; bytes if it has codes and scales."""
+        return np.dtype(np.uint8 if self._has_codes else np.uint16 if self._is_bf16 else np.float32)
 
     @property
     def names(self) -> list[str]:
@@ -101,7 +104,7 @@ class PackedDecoder:
         return _round_up(self.config.vocab_size, PANEL)
 
     def shape(self, caches: Items[Array]) -> Shape:
-        """The decoder's shape with a cache [layer of the group, 2, block, kv head, 16 * padded_head_dim] per group."""
+        """The decoder's shape with a cache [layer of the group, 2, block, kv head, numbers of a block] per group."""
         table = (Cache * len(caches))(*(Cache(address_of(cache), cache.shape[2]) for cache in caches))
         self._keepalive.append(table)
         self._shape.caches = ctypes.addressof(table)
@@ -127,6 +130,7 @@ class PackedDecoder:
             logit_scale=c.logit_scale,
             soft_cap=c.logit_soft_cap or 0.0,
             eps=c.norm_eps,
+            has_coded_cache=self._has_codes,
             position_embeddings=self._kept(sinusoid_table(c))
             if c.positions == "sinusoidal"
             else sum(map(self._vector, embed.weights[1:])),

@@ -24,10 +24,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.engine.memory.cache_groups import CacheGroup, cache_groups, cache_places
+from app.engine.memory.cache_groups import CacheGroup, cache_dtype, cache_groups, cache_places
 from app.engine.memory.memory_plan import TILE
 from app.engine.scheduling.batch_plan import BatchPlan, Chunk, non_finite_chunks
+from model.cache_formats import KvCache
 from model.nn.attention import CrossAttend, masked_positions
+from model.nn.int8_cache import decode, encode
 from model.nn.interpreter import Interpreter
 from model.nn.layers import SMALL_PRODUCT, cache_attributes, padded_rows, row_invariant
 from model.nn.transformer import Decoder
@@ -38,9 +40,9 @@ _PIECE = {torch.float32: 128, torch.bfloat16: 512}
 _ATTENTION_ROWS = {torch.float32: 4, torch.bfloat16: 1}
 
 
-def groups_of(decoder: Decoder) -> tuple[CacheGroup, ...]:
-    """The cache groups of a decoder, whose caches have the number format of its embedding."""
-    return cache_groups(decoder.config, str(decoder.embedding.dtype).removeprefix("torch."))
+def groups_of(decoder: Decoder, kv_cache: KvCache = "auto") -> tuple[CacheGroup, ...]:
+    """The cache groups of a decoder; auto: with the number format of its embedding."""
+    return cache_groups(decoder.config, cache_dtype(str(decoder.embedding.dtype).removeprefix("torch."), kv_cache))
 
 
 class KVCache:
@@ -88,6 +90,41 @@ class KVCache:
         """[B * K * blocks] rows for gather()."""
         heads_K1 = torch.arange(self.config.n_kv_heads, device=blocks_BX.device)[:, None]
         return (blocks_BX[:, None] * self.config.n_kv_heads + heads_K1).flatten()
+
+
+class Int8KVCache(KVCache):
+    """A cache of codes, beside the scale of each: [layer of the group, 2, block, kv_head, slot]."""
+
+    def __init__(self, decoder: Decoder, group: CacheGroup, *, blocks: int, block_size: int) -> None:
+        """See KVCache."""
+        super().__init__(decoder, group, blocks=blocks, block_size=block_size)
+        self.dtype = decoder.embedding.dtype
+        """Of the numbers that gather() returns."""
+        self.scales = torch.zeros(self.data.shape[:-1], dtype=torch.bfloat16, device=self.data.device)
+
+    def write(self, layer: int, k_TKC: Tensor, v_TKC: Tensor, slots_X: Tensor) -> None:
+        """See KVCache. Numbers are rounded to the format of the step first, as a cache of numbers does."""
+        (k_TKC, *scales_of_k), (v_TKC, *scales_of_v) = (encode(x_TKC.to(self.dtype)) for x_TKC in (k_TKC, v_TKC))
+        super().write(layer, k_TKC, v_TKC, slots_X)
+        for kind, scales_TK in enumerate((*scales_of_k, *scales_of_v)):
+            self.scales[layer, kind].view(-1).index_copy_(0, slots_X, scales_TK.reshape(-1))
+
+    def gather(self, layer: int, kind: int, rows_X: Tensor, batch: int) -> Tensor:
+        """See KVCache."""
+        codes_XLC = super().gather(layer, kind, rows_X, batch)
+        scales_XS = self.scales[layer, kind].flatten(0, 1).index_select(0, rows_X)
+        return decode(codes_XLC, scales_XS.view(codes_XLC.shape[:-1]), self.dtype)
+
+    def clear(self, blocks: list[int]) -> None:
+        """See KVCache."""
+        super().clear(blocks)
+        self.scales[:, :, blocks] = 0
+
+    def copy(self, pairs: Items[tuple[int, int]]) -> None:
+        """See KVCache."""
+        super().copy(pairs)
+        sources, targets = ([pair[side] for pair in pairs] for side in (0, 1))
+        self.scales[:, :, targets] = self.scales[:, :, sources]
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,15 +353,20 @@ class TorchExecutor:
         *,
         blocks: int,
         block_size: int,
+        kv_cache: KvCache = "auto",
         attend_sources: Callable[[Items[Items[Chunk]]], CrossAttend] | None = None,
     ) -> None:
-        """attend_sources: for a model with an encoder, EncoderCache.attend() of encoder_cache.py."""
+        """kv_cache: format of the cache.
+
+        attend_sources: for a model with an encoder, EncoderCache.attend() of encoder_cache.py.
+        """
         cache_attributes(decoder)
         self.config = decoder.config
         self._decoder, self._interpret = decoder, Interpreter(decoder)
-        groups = groups_of(decoder)
+        groups = groups_of(decoder, kv_cache)
         self._places = cache_places(groups)
-        self._caches = [KVCache(decoder, group, blocks=blocks, block_size=block_size) for group in groups]
+        make = Int8KVCache if groups[0].format.has_codes else KVCache
+        self._caches = [make(decoder, group, blocks=blocks, block_size=block_size) for group in groups]
         self._attend_sources = attend_sources
         self._hidden_TD = torch.empty(0)
         self.not_finite: Items[Chunk] = ()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from model.cache_formats import SCALE_BYTES, KvCache
 from model.config import ModelConfig
 from model.number_formats import ITEM_BYTES
 
@@ -17,12 +18,16 @@ class CacheFormat:
     """How a cache stores keys and values."""
 
     dtype: str
-    """Number format: float32 or bfloat16."""
+    """Number format: float32, bfloat16, or int8 with scales."""
 
     @property
-    def item_bytes(self) -> int:
-        """Bytes of a number."""
-        return ITEM_BYTES[self.dtype]
+    def has_codes(self) -> bool:
+        """Whether codes and scales are stored instead of numbers."""
+        return self.dtype == "int8"
+
+    def head_bytes(self, head_dim: int) -> int:
+        """Bytes of one token's key, or value, of one head."""
+        return head_dim + SCALE_BYTES if self.has_codes else head_dim * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +54,12 @@ class CacheGroup:
 
     def token_bytes(self, config: ModelConfig) -> int:
         """Bytes of one token's keys and values in all of these layers."""
-        return 2 * len(self.layers) * config.n_kv_heads * config.head_dim * self.format.item_bytes
+        return 2 * len(self.layers) * config.n_kv_heads * self.format.head_bytes(config.head_dim)
+
+
+def cache_dtype(dtype: str, kv_cache: KvCache) -> str:
+    """The number format of the caches. dtype: of the steps, float32 or bfloat16."""
+    return dtype if kv_cache == "auto" else kv_cache
 
 
 def cache_groups(config: ModelConfig, dtype: str) -> tuple[CacheGroup, ...]:

@@ -15,8 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from app.engine.memory.cache_groups import CacheGroup, cache_groups
+from app.engine.memory.cache_groups import CacheGroup, cache_dtype, cache_groups
 from app.engine.memory.device_errors import lacked_device_memory
+from model.cache_formats import KvCache
 from model.config import ModelConfig
 from model.machine import free_memory
 
@@ -120,12 +121,14 @@ class CacheShape:
     block_size: int
     max_running: int
     dtype: str
-    """Number format of keys and values: float32 or bfloat16."""
+    """Number format of the steps: float32 or bfloat16."""
+    kv_cache: KvCache = "auto"
+    """Format of keys and values."""
 
     @property
     def groups(self) -> tuple[CacheGroup, ...]:
         """The cache groups of the KV cache."""
-        return cache_groups(self.shape, self.dtype)
+        return cache_groups(self.shape, cache_dtype(self.dtype, self.kv_cache))
 
     @property
     def block_bytes(self) -> int:

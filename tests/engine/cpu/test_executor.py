@@ -28,17 +28,20 @@ from app.engine.quantization import quantized_weights
 from app.engine.quantization.quantized_weights import round_weights
 from app.engine.sampling.parameters import SamplingInput
 from app.engine.scheduling.batch_plan import BatchPlan, Chunk, Sequence
+from model.cache_formats import KvCache
 from model.checkpoint.checkpoint import load
 from model.checkpoint.stored_weights import find_weights
 from model.config import Activation, Experts, LayerKind, Rope
 from model.files import CheckpointError
 from model.nn.attention import CausalAttend
+from model.nn.int8_cache import encode
 from model.nn.transformer import Decoder
 from model.weight_formats import KINDS, Quantize, WeightFormat
 from tests.support.model.bad_weights import good_weights
 from tests.support.model.tiny_models import (
     CPU_QUANTIZE,
     GPT2,
+    ROPE,
     kernels,
     native_executor,
     native_executor_of,
@@ -48,6 +51,7 @@ from tests.support.model.tiny_models import (
 
 pytestmark = pytest.mark.usefixtures("native_library", "one_thread")
 LENGTH = 70
+KV_CACHES: tuple[KvCache, ...] = get_args(KvCache)
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {},
     "gpt2": GPT2,
@@ -245,27 +249,78 @@ def test_every_level_computes_the_same_bits() -> None:
     """avx2 is the variant for machines without AVX-512: two registers per vector, pairs of bfloat16 split."""
     assert this_level() in X86_LEVELS, "the test covers levels of x86-64 only"
     library = load_library(build(BuildRecipe(level=X86_LEVELS[-1]), need_cache_directory(None)))
-    differ = []
-    for shape, dtype, quantize in FORMS:
+    differ: list[object] = []
+    forms = [(form, kv_cache) for form in FORMS for kv_cache in KV_CACHES if kv_cache == "auto" or form[2] == "none"]
+    for form, kv_cache in forms:
+        shape, dtype, quantize = form
         decoder = tiny_decoder(tiny_config(**SHAPES[shape]), dtype=dtype)
-        executor = native_executor_of(library, decoder, ThreadPool(library, 2), blocks=8, quantize=quantize)
+        options: dict[str, Any] = {"blocks": 8, "quantize": quantize, "kv_cache": kv_cache}
+        executor = native_executor_of(library, decoder, ThreadPool(library, 2), **options)
         sequence = _sequence(LENGTH, decoder.config.vocab_size)
-        whole, here = _logits(executor, sequence), _logits(native_executor(decoder, 8, quantize=quantize), sequence)
+        whole, here = _logits(executor, sequence), _logits(native_executor(decoder, **options), sequence)
         if not torch.equal(whole, here):
-            differ.append((shape, dtype, quantize))
+            differ.append((form, kv_cache))
         _check_batch_invariance(executor, sequence, whole, sizes=(1,))
-    tiles = [form for form in FORMS if form[1] == torch.bfloat16]
+    tiles = [(form, kv_cache) for form, kv_cache in forms if form[1] == torch.bfloat16]
     assert differ == (tiles if this_level() == AMX else []), "tiles round differently"
+
+
+INT8_CASES = {"alike": 1.0, "below the smallest scale": 2.0**-126, "not finite": 2.0**126}
+"""Factors of the weights of keys and values."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", INT8_CASES)
+def test_int8_cache_has_the_codes_and_scales_of_the_definition(case: str, dtype: torch.dtype) -> None:
+    """Of the numbers that a cache without codes has, after rotation and rounding."""
+    decoder = tiny_decoder(tiny_config(n_layers=1, rope=ROPE if case == "alike" else None), dtype=dtype)
+    decoder.blocks[0].attention.qkv.weight[64:] *= INT8_CASES[case]
+    (numbers,), (codes, scales) = _cached(decoder, "auto"), _cached(decoder, "int8")
+    expected_codes, expected_scales = encode(numbers)
+    assert torch.equal(codes, expected_codes)
+    assert torch.equal(scales.view(torch.int16), expected_scales.view(torch.int16))
+    if case == "not finite":
+        assert 0 < scales.isnan().float().mean() < 1 and not scales.isinf().any(), "a score of -inf has no weight"
+    else:
+        assert codes.any() == (case == "alike") and numbers.abs().max() > 0
+
+
+def _cached(decoder: Decoder, kv_cache: KvCache) -> list[Tensor]:
+    """[2, blocks, kv head, slot, head_dim] of the first layer after one prompt: numbers; or codes, and their scales."""
+    native, sequence = native_executor(decoder, 8, kv_cache=kv_cache), _sequence(LENGTH, decoder.config.vocab_size)
+    native.run(BatchPlan((Chunk(sequence, 0, LENGTH),)))
+    (cache,), step = native._caches, 2 if decoder.embedding.dtype == torch.bfloat16 else 1
+    blocks, scales = torch.from_numpy(cache[0, :, : LENGTH // 16]), []
+    if kv_cache == "int8":
+        scales = [blocks[..., -32:].contiguous().view(torch.bfloat16)]
+        blocks = blocks[..., :-32].view(torch.int8)
+        blocks = blocks.unflatten(-1, (-1, step, 16)).transpose(-1, -2).flatten(-3)  # as pairs of numbers
+    elif step == 2:
+        blocks = blocks.view(torch.bfloat16)
+    keys = blocks[0].unflatten(-1, (-1, 16, step)).transpose(-3, -2).flatten(-2)
+    values = blocks[1].unflatten(-1, (16 // step, -1, step)).transpose(-2, -1).flatten(-3, -2)
+    return [torch.stack([keys, values]), *scales]
 
 
 @pytest.mark.parametrize("shape", ["odd sizes", "gpt_neox", "wide heads", "window and cap", "experts"])
 @pytest.mark.parametrize("quantize", CPU_QUANTIZE)
 def test_row_has_the_same_bits_in_chunks_of_every_size(shape: str, quantize: Quantize) -> None:
     """Up to 16 rows are one tile, more than 32 are several; includes numbers that are subnormal in float32."""
+    _check_chunks(shape, quantize, "auto")
+
+
+@pytest.mark.parametrize("shape", ["odd sizes", "wide heads"])
+def test_row_has_the_same_bits_in_chunks_of_every_size_with_an_int8_cache(shape: str) -> None:
+    """More than 12 rows decode the codes first, fewer read codes; with tiles all rows decode first."""
+    _check_chunks(shape, "none", "int8")
+
+
+def _check_chunks(shape: str, quantize: Quantize, kv_cache: KvCache) -> None:
     config = tiny_config(**SHAPES[shape])
     decoder = tiny_decoder(config, dtype=torch.bfloat16)
     decoder.embedding[::7] *= 2.0**-131
-    sequence, executor = _sequence(LENGTH, config.vocab_size), native_executor(decoder, 8, quantize=quantize)
+    executor = native_executor(decoder, 8, quantize=quantize, kv_cache=kv_cache)
+    sequence = _sequence(LENGTH, config.vocab_size)
     _check_batch_invariance(
         executor, sequence, _logits(executor, sequence), sizes=(1, 2, 5, 15, 16, 17, 31, 32, 33, 48)
     )

@@ -35,6 +35,17 @@ def _victim(length: int, at: int) -> Request:
     return Request(id="victim", prompt=tuple(prompt), max_tokens=3, params=_AVOID)
 
 
+@pytest.mark.usefixtures("int8_cache")
+@pytest.mark.parametrize("windows", [(None,), (9, None)])
+def test_request_with_values_that_are_not_finite_fails_with_an_int8_cache(windows: tuple[int | None, ...]) -> None:
+    test_request_with_values_that_are_not_finite_fails_whatever_its_chunks(windows, 60)
+
+
+@pytest.mark.usefixtures("int8_cache")
+def test_blocks_with_codes_are_cleared_for_their_next_owner() -> None:
+    assert _innocent_failures(16, length=33, at=4) == 0
+
+
 @pytest.mark.parametrize("windows", [(None,), (9,), (24,), (9, None)])
 @pytest.mark.parametrize("at", [3, 60, 95])
 def test_request_with_values_that_are_not_finite_fails_whatever_its_chunks(

@@ -96,6 +96,14 @@ def test_scheduling_does_not_change_a_bit(case: str, dtype: torch.dtype) -> None
         assert len(outcomes[request.id].scores) == (len(request.prompt) - 1) * (request.prompt_logprobs is not None)
 
 
+@pytest.mark.usefixtures("int8_cache")
+@pytest.mark.parametrize(("case", "dtype"), [("forks", torch.float32), ("scored", torch.bfloat16)])
+def test_scheduling_does_not_change_a_bit_with_an_int8_cache(case: str, dtype: torch.dtype) -> None:
+    """Forks copy blocks with their scales."""
+    make, tight = CASES[case]
+    expect_parity(tiny_decoder(dtype=dtype), make(), tight=tight)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_parity_for_other_head_layouts_and_long_contexts(dtype: torch.dtype, shape: tuple[int, int, int, int]) -> None:

@@ -33,6 +33,11 @@ CONFIGS = {
     "soft cap": _config(None, 530, attention_soft_cap=3.0, n_heads=6, n_kv_heads=2, head_dim=20),
     "sinks": _config(None, 300, sinks=True, n_heads=6, n_kv_heads=2),
 }
+ONE_LAYER = {
+    "all positions": CONFIGS["all positions"],
+    "a window that begins within spans": _config(300, head_dim=20),
+    "soft cap": _config(None, attention_soft_cap=3.0, n_heads=6, n_kv_heads=2, head_dim=20),
+}
 
 
 def _tokens(n: int) -> list[int]:
@@ -55,6 +60,14 @@ def test_scheduling_does_not_change_a_bit(case: str, dtype: torch.dtype) -> None
     expect_parity(tiny_decoder(CONFIGS[case], dtype=dtype), requests, tight=66)
 
 
+@pytest.mark.usefixtures("way", "int8_cache")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CONFIGS)
+def test_rows_have_the_same_bits_in_chunks_of_every_size_with_an_int8_cache(case: str, dtype: torch.dtype) -> None:
+    """Few rows read codes, and many rows decoded numbers."""
+    test_rows_have_the_same_bits_in_chunks_of_every_size(case, dtype)
+
+
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CONFIGS)
@@ -74,6 +87,23 @@ def test_logits_equal_the_oracle(case: str, way: str) -> None:
     ours_TV = _logits(decoder, 512)
     round_weights_for(way, decoder)
     assert torch.allclose(ours_TV, logits(decoder, _tokens(LENGTH)), atol=5e-4)
+
+
+@pytest.mark.usefixtures("int8_cache")
+@pytest.mark.parametrize("case", ONE_LAYER)
+def test_logits_equal_the_oracle_with_an_int8_cache(case: str, way: str) -> None:
+    """A number near the middle between two codes, or a scale between two, may become the other one.
+
+    More layers would amplify that: each logit then differs as much as it does from those without codes.
+    """
+    decoder, tokens = tiny_decoder(ONE_LAYER[case]), _tokens(LENGTH)
+    ours_TV = _logits(decoder, 512)
+    round_weights_for(way, decoder)
+    differences_TV = (ours_TV - logits(decoder, tokens, kv_cache="int8")).abs()
+    assert differences_TV.max() < 2e-2
+    assert differences_TV.median() < 3e-4
+    exact_TV = logits(decoder, tokens)
+    assert (ours_TV - exact_TV).abs().median() > 5e-3, "positive control: codes must be rounded"
 
 
 def _logits(decoder: Any, size: int = LENGTH, *, first: int = 0, end: int = LENGTH) -> torch.Tensor:

@@ -46,6 +46,13 @@ def test_scheduling_does_not_change_a_bit(seed: int, dtype: torch.dtype) -> None
     assert None not in tokens and len(set(tokens)) > 3, "too uniform to detect a difference"
 
 
+@pytest.mark.usefixtures("int8_cache")
+@pytest.mark.parametrize("seed", SEEDS[::4])
+def test_scheduling_does_not_change_a_bit_with_an_int8_cache(seed: int) -> None:
+    decoder = tiny_decoder(random_config(seed), seed=seed, dtype=DTYPES[seed // 4 % 2])
+    expect_parity(decoder, _requests(decoder.config.vocab_size), tight=9)
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_engine_output_equals_that_of_the_oracle(seed: int, way: str) -> None:
     decoder = tiny_decoder(random_config(seed), seed=seed)
@@ -54,6 +61,18 @@ def test_engine_output_equals_that_of_the_oracle(seed: int, way: str) -> None:
     events = run_all(tiny_engine(decoder, blocks=150, tokens_per_step=40), requests)
     for request in requests[:6]:
         expected = generate(decoder, list(request.prompt), request.max_tokens)
+        assert [event.token for event in events[request.id]] == expected
+
+
+@pytest.mark.usefixtures("int8_cache")
+@pytest.mark.parametrize("seed", SEEDS[::4])
+def test_engine_output_equals_that_of_the_oracle_with_an_int8_cache(seed: int, way: str) -> None:
+    decoder = tiny_decoder(random_config(seed), seed=seed)
+    round_weights_for(way, decoder)
+    requests = _requests(decoder.config.vocab_size, greedy=True)
+    events = run_all(tiny_engine(decoder, blocks=150, tokens_per_step=40), requests)
+    for request in requests[:4]:
+        expected = generate(decoder, list(request.prompt), request.max_tokens, kv_cache="int8")
         assert [event.token for event in events[request.id]] == expected
 
 

@@ -48,6 +48,12 @@ def test_scheduling_does_not_change_a_bit(case: str, dtype: torch.dtype) -> None
     expect_parity(tiny_decoder(_config(WINDOWS[case]), dtype=dtype), _requests(), tight=13)
 
 
+@pytest.mark.usefixtures("int8_cache")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scheduling_does_not_change_a_bit_with_an_int8_cache(dtype: torch.dtype) -> None:
+    expect_parity(tiny_decoder(_config(WINDOWS["three groups"]), dtype=dtype), _requests(), tight=13)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", WINDOWS)
 def test_released_blocks_change_no_bit(case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:

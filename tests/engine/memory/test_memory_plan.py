@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from app.engine.execution.torch_executor import Int8KVCache, TorchExecutor
 from app.engine.execution.warmup_batches import costliest_step, largest_step
 from app.engine.memory.cache_groups import CacheFormat, cache_places
 from app.engine.memory.memory_plan import (
@@ -22,7 +23,7 @@ from app.engine.memory.memory_plan import (
 )
 from app.engine.scheduling.scheduler import StepLimits
 from model.config import LayerKind, Rope
-from tests.support.model.tiny_models import tiny_config
+from tests.support.model.tiny_models import native_executor, tiny_config, tiny_decoder
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 M = 1 << 20
@@ -240,6 +241,31 @@ def test_blocks_of_all_groups_take_the_memory_of_one_group(dtype: str) -> None:
     assert mixed.cache_bytes(7) - alike.cache_bytes(7) == alike.block_bytes * 3 // 4, "of three layers in two groups"
     blocks = mixed.blocks_on_gpu(0, PLAN)
     assert mixed.cache_bytes(blocks) <= PLAN.cache_budget < mixed.cache_bytes(blocks + 1)
+
+
+@pytest.mark.parametrize(("head_dim", "least"), [(64, 1.9), (128, 1.95), (256, 1.98)])
+def test_int8_cache_holds_almost_twice_the_sequences_in_the_same_memory(head_dim: int, least: float) -> None:
+    alike, free = _cache_shape(block_size=16, max_running=10_000), 8 << 30
+    plain = replace(alike, shape=replace(alike.shape, head_dim=head_dim))
+    coded = replace(plain, kv_cache="int8")
+    assert coded.block_bytes == 16 * 4 * 2 * 2 * (head_dim + 2), "each key and each value has a scale of two bytes"
+    sequences = [shape.blocks(0, free) // shape.needed_blocks for shape in (plain, coded)]
+    assert least < sequences[1] / sequences[0] < 2
+
+
+@pytest.mark.usefixtures("native_library")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_int8_cache_allocates_the_bytes_of_the_plan(dtype: str) -> None:
+    """In both executors, of a model with two groups; the kernels pad heads to whole vectors."""
+    shape = tiny_config(head_dim=20, layer_kinds=(LayerKind(window=40), LayerKind()), layer_types=(0, 1))
+    decoder = tiny_decoder(shape, dtype=getattr(torch, dtype))
+    plan = CacheShape(shape=shape, context=256, block_size=16, max_running=1, dtype=dtype, kv_cache="int8")
+    executor = TorchExecutor(decoder, blocks=9, block_size=16, kv_cache="int8")
+    caches = [cache for cache in executor._caches if isinstance(cache, Int8KVCache)]
+    assert sum(cache.data.nbytes + cache.scales.nbytes for cache in caches) == plan.cache_bytes(9)
+    padded = replace(plan, shape=replace(shape, head_dim=32))
+    native = native_executor(decoder, 9, kv_cache="int8")
+    assert sum(cache.nbytes for cache in native._caches) == padded.cache_bytes(9)
 
 
 def test_memory_plan_names_cache_groups_if_there_are_several() -> None:

@@ -51,7 +51,7 @@ int largest_code(bool is_bf16, int format) {
 // sinks, and experts like those of gpt-oss and others in turn.
 class Model {
   public:
-    Model(bool is_bf16, int format, int variant, Pool& pool)
+    Model(bool is_bf16, int format, int variant, bool has_coded_cache, Pool& pool)
         : is_bf16_(is_bf16), format_(format), largest_(largest_code(is_bf16, format)), pool_(pool) {
         const bool is_gpt = variant == 1 || variant == 2;
         const int activation = variant == 1 ? kGeluTanh : variant == 2 ? kGelu : kSilu;
@@ -87,11 +87,13 @@ class Model {
             if (operation.kind == kRopeCache) operation.rotary_half = variant == 1 ? 0 : 8, operation.rope_table = rope_table;
             if (operation.kind == kAttention) operation.window = is_gpt ? 0 : 24, operation.attention_scale = 0.22f;
         }
-        cache_.resize(size_t(kLayers) * 2 * kCacheBlocks * kKvHeads * kBlock * kPaddedHead * (is_bf16 ? 2 : 4));
+        const size_t head_bytes = has_coded_cache ? kPaddedHead + 2 : kPaddedHead * (is_bf16 ? 2 : 4);
+        cache_.resize(size_t(kLayers) * 2 * kCacheBlocks * kKvHeads * kBlock * head_bytes);
         InkShape shape = {.is_bf16 = is_bf16, .n_registers = 6, .query_heads = kHeads, .kv_heads = kKvHeads,
                           .head_width = kHeadWidth, .width = kWidth, .n_operations = int(operations_.size()),
                           .n_groups = 1, .final_norm = kRms, .padded_head = kPaddedHead,
-                          .embedding_scale = 1.5f, .soft_cap = is_gpt ? 0.0f : 20.0f, .eps = 1e-5f};
+                          .embedding_scale = 1.5f, .soft_cap = is_gpt ? 0.0f : 20.0f, .eps = 1e-5f,
+                          .has_coded_cache = has_coded_cache};
         shape.final_weight = floats(kWidth);
         shape.position_embeddings = variant == 1 ? floats(kContext * kWidth) : nullptr;
         shape.embedding = shape.head = embedding_;
@@ -200,14 +202,20 @@ void sample_rows(const char* name, InkParams params) {
 
 int main() {
     Pool pool(2, 10);
-    for (int format = 0; format < kFormats; format++)
-        for (const bool is_bf16 : {false, true}) {
-            Digest digest;
-            for (int variant = 0; variant < 4; variant++) Model(is_bf16, format, variant, pool).run(digest);
-            const char* numbers = is_bf16 ? "bfloat16" : "float32";
+    const auto print_models = [&](bool is_bf16, int format, bool has_coded_cache, const std::string& name) {
+        Digest digest;
+        for (int variant = 0; variant < 4; variant++)
+            Model(is_bf16, format, variant, has_coded_cache, pool).run(digest);
+        digest.print(name.c_str());
+    };
+    for (const bool is_bf16 : {false, true}) {
+        const std::string numbers = is_bf16 ? "bfloat16" : "float32";
+        for (int format = 0; format < kFormats; format++) {
             const char* name = with_format_in(is_bf16, format, []<class W>(W) { return W::kName; });
-            digest.print(format ? (std::string(name) + " of " + numbers).c_str() : numbers);
+            print_models(is_bf16, format, false, format ? std::string(name) + " of " + numbers : numbers);
         }
+        print_models(is_bf16, 0, true, numbers + " with a coded cache");
+    }
     const InkParams plain = {.temperature = 0.9, .top_p = 1, .typical_p = 1, .repetition = 1};
     const auto with = [&](auto change) { InkParams p = plain; change(p); return p; };
     sample_rows("greedy", with([](InkParams& p) { p.flags = GREEDY; }));

@@ -27,6 +27,7 @@ from app.engine.sampling.sampler import TorchSampler
 from app.engine.scheduling.block_pool import BlockPool
 from app.engine.scheduling.scheduler import Scheduler, StepLimits
 from benchmarks.shapes import parameter_reader
+from model.cache_formats import KvCache
 from model.checkpoint.checkpoint import weights_files
 from model.checkpoint.golden import GOLDEN_FILE
 from model.checkpoint.golden_export import golden_file
@@ -48,6 +49,8 @@ TEXT = (
 VOCAB = 320
 WAY: ContextVar[str] = ContextVar("WAY", default="torch")
 """The backend of tiny_engine(): torch, native or int8."""
+KV_CACHE: ContextVar[KvCache] = ContextVar("KV_CACHE", default="auto")
+"""The format of its cache, which the fixture `int8_cache` sets."""
 CPU_QUANTIZE = [quantize for quantize in QUANTIZE if not needs_gpu(quantize)]
 """Values of --quantize for which the C++ kernels have a format."""
 ROPE = Rope()
@@ -110,13 +113,16 @@ def tiny_engine(
     scheduler = Scheduler(limits, *block_pools(decoder.config, blocks, block_size))
     if WAY.get() != "torch" and can_be_native(decoder):
         assert block_size == BLOCK
-        executor: StepExecutor = native_executor(decoder, blocks, quantize="int8" if WAY.get() == "int8" else "none")
+        quantize: Quantize = "int8" if WAY.get() == "int8" else "none"
+        executor: StepExecutor = native_executor(decoder, blocks, quantize=quantize, kv_cache=KV_CACHE.get())
         sampler = NativeSampler(kernels(), decoder.config.vocab_size)
         return Engine(scheduler, Runner(executor, sampler=sampler, grammars=guides), masks=guides)
     attend = None
     if decoder.config.n_encoder_layers:
         attend = EncoderCache(decoder, slots=max_running, context=decoder.config.context).attend
-    executor = TorchExecutor(decoder, blocks=blocks, block_size=block_size, attend_sources=attend)
+    executor = TorchExecutor(
+        decoder, blocks=blocks, block_size=block_size, kv_cache=KV_CACHE.get(), attend_sources=attend
+    )
     return Engine(scheduler, Runner(executor, sampler=TorchSampler(), grammars=guides), masks=guides)
 
 
@@ -141,9 +147,12 @@ def round_weights_for(way: str, decoder: Decoder) -> None:
         round_weights(decoder, WeightFormat(kind="int8"))
 
 
-def native_executor(decoder: Decoder, blocks: int, *, quantize: Quantize = "none", threads: int = 2) -> NativeExecutor:
+def native_executor(
+    decoder: Decoder, blocks: int, *, quantize: Quantize = "none", kv_cache: KvCache = "auto", threads: int = 2
+) -> NativeExecutor:
     """Runs `decoder` in the kernels of this machine."""
-    return native_executor_of(kernels(), decoder, ThreadPool(kernels(), threads), blocks=blocks, quantize=quantize)
+    pool = ThreadPool(kernels(), threads)
+    return native_executor_of(kernels(), decoder, pool, blocks=blocks, quantize=quantize, kv_cache=kv_cache)
 
 
 def native_executor_of(

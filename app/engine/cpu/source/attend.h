@@ -1,7 +1,4 @@
-// Paged attention over blocks of 16 keys and values.
-//
-// A block of one kv head: keys [C / step][16][step], so that 16 scores are one vector; values [16 / step][C][step],
-// where step is 2 (pairs) in bfloat16 and 1 in float32.
+// Paged attention over blocks of 16 keys and values (cache_formats.h).
 //
 // Keys are processed in spans of 256 positions, from position 0 on. A row has a largest score, a sum of weights and a
 // weighted sum of values for each span, over its own keys in order; they are merged span by span. Masked keys get a
@@ -9,12 +6,12 @@
 // memory does not depend on the length, and the rows of a task share a span while it is in the L2 cache.
 #pragma once
 
+#include "cache_formats.h"
 #include "elementwise.h"
 #include "product.h"
 
 namespace ink {
 
-constexpr int kBlock = 16, kSpan = 256, kSpanBlocks = kSpan / kBlock;
 constexpr int kSpanStride = kSpan + kLanes;  // of scores: rows in the same lines of the L1 cache would evict each other
 constexpr int kMostQueries = 192;            // of a task
 
@@ -41,35 +38,9 @@ constexpr bool kInTiles = false;
 // Query rows at once.
 template <class W>
 constexpr int kQueryRows = kInTiles<W> ? 32 : kVectorRows<W>;
-
-// The blocks of one sequence in one layer, for one kv head.
-template <class W>
-struct Blocks {
-    const typename W::Number *keys, *values;
-    const int32_t* table;
-    long stride;  // numbers from block to block
-    const typename W::Number* key(int block) const { return keys + table[block] * stride; }
-    const typename W::Number* value(int block) const { return values + table[block] * stride; }
-};
-
-INK_INLINE void convert_store(const Floats& x, float* to) { store(to, x); }
-INK_INLINE void convert_store(const Floats& x, bf16* to) { store(&to->bits, to_bf16(x)); }
-
-// Stores one token's key and value of one head in its slot, both padded with zeros to whole vectors.
-template <class W>
-void store_kv(const InkShape& h, const float* k, const float* v, typename W::Number* keys, typename W::Number* values,
-              int slot) {
-    typename W::Number converted[kLanes];
-    for (int c = 0; c < h.padded_head; c += kLanes) {
-        convert_store(load(k + c), converted);
-        for (int i = 0; i < kLanes; i += W::kStep)
-            std::memcpy(keys + ((c + i) / W::kStep * kBlock + slot) * W::kStep, converted + i,
-                        W::kStep * sizeof *converted);
-        convert_store(load(v + c), converted);
-        typename W::Number* column = values + (slot / W::kStep * h.padded_head + c) * W::kStep + slot % W::kStep;
-        for (int i = 0; i < kLanes; i++) column[i * W::kStep] = converted[i];
-    }
-}
+// Most query rows that take a shorter way if their keys are in one span; 0 for none. Tiles need decoded keys.
+template <class W, class C>
+constexpr int kOnlySpanRows = kInTiles<W> ? (kIsCoded<C> ? 0 : 16) : kVectorRows<W>;
 
 // Stores the numbers of one head from `column` on, without its padding.
 template <class Number>
@@ -125,26 +96,25 @@ INK_INLINE Factors merge(float* best, float* total, const float* span_best, cons
     return factors;
 }
 
-// scores [R][n_blocks * 16] of R query rows, from block `first` on. Prefetches the first values, for which a step of few
-// rows would wait.
-template <class W, int R>
-void compute_scores(const InkShape& h, const Blocks<W>& blocks, const typename W::Number* const* queries, int first,
+// scores [R][n_blocks * 16] of R query rows, from block `first` on, without the scales of codes. C: format of the blocks.
+// Prefetches the first values, for which a step of few rows would wait.
+template <class W, class C, int R>
+void compute_scores(const InkShape& h, const Blocks<C>& blocks, const typename W::Number* const* queries, int first,
                     int n_blocks, float* scores) {
     constexpr int N = kVectorsAtOnce<R>;
     for (int b = 0; b < n_blocks; b += N) {
         const char *keys[N], *next[N];
         for (int i = 0; i < N; i++) {
-            keys[i] = reinterpret_cast<const char*>(blocks.key(first + std::min(b + i, n_blocks - 1)));
-            next[i] = reinterpret_cast<const char*>(b + N < n_blocks
-                                                        ? blocks.key(first + std::min(b + i + N, n_blocks - 1))
-                                                        : blocks.value(first + std::min(i, n_blocks - 1)));
+            keys[i] = blocks.key(first + std::min(b + i, n_blocks - 1));
+            next[i] = b + N < n_blocks ? blocks.key(first + std::min(b + i + N, n_blocks - 1))
+                                       : blocks.value(first + std::min(i, n_blocks - 1));
         }
         Floats sums[R][N] = {};
         for (int s = 0; s < h.padded_head / W::kStep; s++) {
             typename W::Operand k[N];
             for (int i = 0; i < N; i++) {
-                k[i] = W::weights(keys[i] + s * W::kBytes);
-                __builtin_prefetch(next[i] + s * W::kBytes);
+                k[i] = C::weights(keys[i] + s * C::kBytes);
+                if (s % (64 / C::kBytes) == 0) __builtin_prefetch(next[i] + s * C::kBytes);
             }
 #pragma GCC unroll 12
             for (int r = 0; r < R; r++) {
@@ -160,12 +130,13 @@ void compute_scores(const InkShape& h, const Blocks<W>& blocks, const typename W
     }
 }
 
-// Replaces the scores of one row by softmax weights without the division. The first key is `start`. Stores the largest
-// score to the base 2, and the sum of the weights.
-template <class Number>
-void softmax(float* scores, const InkOperation& op, int length, int start, int position, float& row_best,
-             float& row_total) {
+// Replaces the scores of one row by softmax weights without the division, times the scales of values. The first key is
+// `start`. Stores the largest score to the base 2, and the sum of the weights.
+template <class Number, class S>
+void softmax(float* scores, const InkOperation& op, const S& scales, int length, int start, int position,
+             float& row_best, float& row_total) {
     const Floats neg_inf = -__builtin_inff();
+    scales.multiply_scores(scores, start, length);
     float scale = op.attention_scale * kLog2E;
     if (const float cap = op.attention_cap; cap > 0) {
         for (int i = 0; i < length; i += kLanes)
@@ -193,30 +164,28 @@ void softmax(float* scores, const InkOperation& op, int length, int start, int p
     for (int i = 0; i < length; i += kLanes) {
         const Floats weight = exp2(fma(load(scores + i), scale, shift));
         total += weight;
-        convert_store(weight, weights + i);
+        convert_store(scales.weigh(weight, start + i), weights + i);
     }
     row_total = sum(total);
 }
 
 // Calls finish(row, column, 16 numbers) with weights [R][n_blocks * 16] times values of the span, for P vectors of the
 // head from `column` on.
-template <class W, int R, int P, class F>
-INK_INLINE void multiply_values(const InkShape& h, const Blocks<W>& blocks, const float* scores, int first,
+template <class W, class C, int R, int P, class F>
+INK_INLINE void multiply_values(const InkShape& h, const Blocks<C>& blocks, const float* scores, int first,
                                 int n_blocks, int column, F&& finish) {
     constexpr long kStride = kSpanStride * sizeof(float) / sizeof(typename W::Number);
     const typename W::Number* weights = reinterpret_cast<const typename W::Number*>(scores);
     Floats sums[R][P] = {};
     for (int b = 0; b < n_blocks; b++) {
-        const auto at = [&](int block) {
-            return reinterpret_cast<const char*>(blocks.value(first + block) + long(column) * W::kStep);
-        };
+        const auto at = [&](int block) { return blocks.value(first + block) + long(column) * (C::kBytes / kLanes); };
         const char *from = at(b), *next = at(std::min(b + (R > 2 ? 2 : 4), n_blocks - 1));
         for (int s = 0; s < kBlock / W::kStep; s++) {
             typename W::Operand v[P];
             for (int i = 0; i < P; i++) {
-                const long offset = (long(s) * h.padded_head + i * kLanes) * (W::kBytes / kLanes);
-                v[i] = W::weights(from + offset);
-                __builtin_prefetch(next + offset);
+                const long offset = (long(s) * h.padded_head + i * kLanes) * (C::kBytes / kLanes);
+                v[i] = C::weights(from + offset);
+                if (i % (64 / C::kBytes) == 0) __builtin_prefetch(next + offset);
             }
 #pragma GCC unroll 12
             for (int r = 0; r < R; r++) {
@@ -242,40 +211,40 @@ INK_INLINE void for_vectors_of_head(const InkShape& h, F&& f) {
 }
 
 // Adds the keys and values of n_blocks blocks of a span to the first R rows of `queries`.
-template <class W, int R>
-void attend_to_span(const InkShape& h, const InkOperation& op, const Blocks<W>& blocks,
+template <class W, int R, class C, class S>
+void attend_to_span(const InkShape& h, const InkOperation& op, const Blocks<C>& blocks, const S& scales,
                     const typename W::Number* const* queries, const int* positions, int first, int n_blocks,
                     float* best, float* total, float* values, float* scores) {
-    compute_scores<W, R>(h, blocks, queries, first, n_blocks, scores);
+    compute_scores<W, C, R>(h, blocks, queries, first, n_blocks, scores);
     Statistics<0> span(0);
     for (int r = 0; r < R; r++)
-        softmax<typename W::Number>(scores + r * kSpanStride, op, n_blocks * kBlock, first * kBlock, positions[r],
-                                    span.best[r], span.total[r]);
+        softmax<typename W::Number>(scores + r * kSpanStride, op, scales, n_blocks * kBlock, first * kBlock,
+                                    positions[r], span.best[r], span.total[r]);
     const Factors factors = merge(best, total, span.best, span.total);
     for_vectors_of_head<R>(h, [&](auto p, int column) {
         const auto add = [&](int r, int c, const Floats& sum) {
             float* to = values + r * h.padded_head + c;
             store(to, fma(load(to), factors.old[r], sum * factors.added[r]));
         };
-        multiply_values<W, R, p.value>(h, blocks, scores, first, n_blocks, column, add);
+        multiply_values<W, C, R, p.value>(h, blocks, scores, first, n_blocks, column, add);
     });
 }
 
-// attend() for R rows with keys in one span only: nothing to merge. The bits are the same, since a first span's factor
-// is 1. Most steps that only decode take this path.
-template <class W, int R>
-void attend_to_only_span(const InkShape& h, const InkOperation& op, const Blocks<W>& blocks,
+// attend() for R rows with keys in one span only, without sinks: nothing to merge. The bits are the same, since a first
+// span's factor is 1. Most steps that only decode take this path.
+template <class W, int R, class C, class S>
+void attend_to_only_span(const InkShape& h, const InkOperation& op, const Blocks<C>& blocks, const S& scales,
                          const Queries<typename W::Number>& queries, int first, int n_blocks, float* scores) {
     float best[R], total[R];
-    compute_scores<W, R>(h, blocks, queries.rows, first, n_blocks, scores);
+    compute_scores<W, C, R>(h, blocks, queries.rows, first, n_blocks, scores);
     for (int r = 0; r < R; r++)
-        softmax<typename W::Number>(scores + r * kSpanStride, op, n_blocks * kBlock, first * kBlock,
+        softmax<typename W::Number>(scores + r * kSpanStride, op, scales, n_blocks * kBlock, first * kBlock,
                                     queries.positions[r], best[r], total[r]);
     for_vectors_of_head<R>(h, [&](auto p, int column) {
         const auto finish = [&](int r, int c, const Floats& sum) {
             store_output(h, (sum + 0.0f) / total[r], c, queries.outputs[r]);
         };
-        multiply_values<W, R, p.value>(h, blocks, scores, first, n_blocks, column, finish);
+        multiply_values<W, C, R, p.value>(h, blocks, scores, first, n_blocks, column, finish);
     });
 }
 
@@ -292,8 +261,8 @@ void compute_scores_in_tiles(const InkShape& h, const Blocks<BF16>& blocks, cons
     for (int b = 0; b < n_blocks; b += N) {
         const bf16 *keys[N], *next[N];
         for (int i = 0; i < N; i++) {
-            keys[i] = blocks.key(first + std::min(b + i, n_blocks - 1));
-            next[i] = blocks.key(first + std::min(b + i + N, n_blocks - 1));
+            keys[i] = reinterpret_cast<const bf16*>(blocks.key(first + std::min(b + i, n_blocks - 1)));
+            next[i] = reinterpret_cast<const bf16*>(blocks.key(first + std::min(b + i + N, n_blocks - 1)));
         }
         zero_sums();
         for (int c = 0; c < h.padded_head; c += 2 * kAttentionSteps) {
@@ -340,9 +309,7 @@ void multiply_values_in_tiles(const InkShape& h, const Blocks<BF16>& blocks, con
     const long row_bytes = h.padded_head * 4;
     zero_sums();
     for (int b = 0; b < n_blocks; b++, weights += kBlock * 2) {
-        const auto at = [&](int block) {
-            return reinterpret_cast<const char*>(blocks.value(first + block) + column * 2);
-        };
+        const auto at = [&](int block) { return blocks.value(first + block) + column * 2 * sizeof(bf16); };
         const char *values = at(b), *next = at(std::min(b + N, n_blocks - 1));
         _tile_loadd(4, weights, kRowBytes);
         _tile_loadd(6, values, row_bytes);
@@ -380,8 +347,8 @@ void multiply_values_in_tiles(const InkShape& h, const Blocks<BF16>& blocks, con
 }
 
 // As attend_to_span(), up to 32 rows. queries: [rows][padded head].
-template <bool IS_PAIR>
-void attend_to_span_in_tiles(const InkShape& h, const InkOperation& op, const Blocks<BF16>& blocks,
+template <bool IS_PAIR, class S>
+void attend_to_span_in_tiles(const InkShape& h, const InkOperation& op, const Blocks<BF16>& blocks, const S& scales,
                              const bf16* queries, int rows, const int* positions, int first, int n_blocks,
                              float* best, float* total, float* values, float* scores) {
     constexpr int N = IS_PAIR ? 2 : 4;
@@ -391,8 +358,8 @@ void attend_to_span_in_tiles(const InkShape& h, const InkOperation& op, const Bl
     std::atomic_signal_fence(std::memory_order_seq_cst);
     Statistics<kTileRows> span(kTileRows);
     for (int r = 0; r < rows; r++)
-        softmax<bf16>(scores + r * kSpanStride, op, n_blocks * kBlock, first * kBlock, positions[r], span.best[r],
-                      span.total[r]);
+        softmax<bf16>(scores + r * kSpanStride, op, scales, n_blocks * kBlock, first * kBlock, positions[r],
+                      span.best[r], span.total[r]);
     Factors factors[2];
     for (int i = 0; i <= IS_PAIR; i++)
         factors[i] = merge(best + i * kLanes, total + i * kLanes, span.best + i * kLanes, span.total + i * kLanes);
@@ -409,25 +376,74 @@ void attend_to_span_in_tiles(const InkShape& h, const InkOperation& op, const Bl
         }
     }
 }
+
+// As attend_to_only_span(), up to 16 rows.
+inline void attend_to_only_span_in_tiles(const InkShape& h, const InkOperation& op, const Blocks<BF16>& blocks,
+                                         const Queries<bf16>& queries, int first, int n_blocks, float* scores) {
+    bf16* gathered = reinterpret_cast<bf16*>(scores + kTileRows * kSpanStride);
+    float best[kTileRows], total[kTileRows];
+    Floats sums[4 * kTileRows];
+    for (int r = 0; r < queries.count; r++)
+        std::copy_n(queries.rows[r], h.padded_head, gathered + long(r) * h.padded_head);
+    configure_tiles(queries.count, queries.count, kAttentionSteps);
+    std::atomic_signal_fence(std::memory_order_seq_cst);
+    compute_scores_in_tiles<false>(h, blocks, gathered, first, n_blocks, scores);
+    std::atomic_signal_fence(std::memory_order_seq_cst);
+    const Scales<false> none(h, blocks, first, first + n_blocks);
+    for (int r = 0; r < queries.count; r++)
+        softmax<bf16>(scores + r * kSpanStride, op, none, n_blocks * kBlock, first * kBlock, queries.positions[r],
+                      best[r], total[r]);
+    std::atomic_signal_fence(std::memory_order_seq_cst);
+    for (int column = 0; column < h.padded_head; column += 4 * kLanes) {
+        multiply_values_in_tiles<false>(h, blocks, scores, first, n_blocks, column, sums);
+        std::atomic_signal_fence(std::memory_order_seq_cst);
+        for (int r = 0; r < queries.count; r++)
+            for (int v = 0; v < std::min(4, (h.padded_head - column) / kLanes); v++)
+                store_output(h, (sums[4 * r + v] + 0.0f) / total[r], column + v * kLanes, queries.outputs[r]);
+    }
+    _tile_release();
+}
 #endif
+
+// Floats of scratch memory that attend() needs without decoded codes, in whole cache lines.
+template <class W>
+long rows_scratch(const InkShape& h) {
+    return long(kQueryRows<W>) * kSpanStride + 2L * kMostQueries * h.padded_head;
+}
 
 // Floats of scratch memory that attend() needs.
 template <class W>
 long attention_scratch(const InkShape& h) {
-    return long(kQueryRows<W>) * kSpanStride + 2L * kMostQueries * h.padded_head;
+    const long decoded = 2L * kSpanBlocks * block_bytes<W>(h) / long(sizeof(float));
+    return rows_scratch<W>(h) + (h.has_coded_cache ? decoded : 0);
 }
 
-// softmax(scores) times values, for every row.
-template <class W>
-void attend(const InkShape& h, const InkOperation& op, const Blocks<W>& blocks,
+// Whether codes are decoded once for all rows of a task, rather than for each tile of rows: the bits are the same.
+template <class W, class C>
+bool decodes_first(int rows) {
+    return kIsCoded<C> && (kInTiles<W> || rows > kQueryRows<W>);
+}
+
+// softmax(scores) times values, for every row. C: the cache's format.
+template <class W, class C>
+void attend(const InkShape& h, const InkOperation& op, const Blocks<C>& blocks,
             const Queries<typename W::Number>& queries, float* scratch) {
     const auto oldest = [&](int row) { return op.window ? std::max(0, queries.positions[row] - op.window + 1) : 0; };
-    const int last_position = queries.positions[queries.count - 1], last_span = last_position / kSpan;
-    if constexpr (!kInTiles<W>)
-        if (queries.count <= kQueryRows<W> && oldest(0) / kSpan == last_span) {
-            const int first = oldest(0) / kBlock, n_blocks = last_position / kBlock + 1 - first;
+    const auto first_block = [&](int span, int row) { return std::max(span * kSpanBlocks, oldest(row) / kBlock); };
+    const auto end_block = [&](int span, int row) {
+        return std::min((span + 1) * kSpanBlocks, queries.positions[row] / kBlock + 1);
+    };
+    const int last = queries.count - 1, last_span = queries.positions[last] / kSpan;
+    if constexpr (kOnlySpanRows<W, C> > 0)
+        if (queries.count <= kOnlySpanRows<W, C> && oldest(0) / kSpan == last_span && !op.weight) {
+            const int first = first_block(last_span, 0), n_blocks = end_block(last_span, last) - first;
+#if defined(__AMX_BF16__)
+            if constexpr (kInTiles<W>)
+                return attend_to_only_span_in_tiles(h, op, blocks, queries, first, n_blocks, scratch);
+#endif
+            const Scales<kIsCoded<C>> scales(h, blocks, first, first + n_blocks);
             return with_constant<kVectorRows<W>>(queries.count, [&](auto r) {
-                attend_to_only_span<W, r.value>(h, op, blocks, queries, first, n_blocks, scratch);
+                attend_to_only_span<W, r.value>(h, op, blocks, scales, queries, first, n_blocks, scratch);
             });
         }
     float* values = scratch;
@@ -442,31 +458,45 @@ void attend(const InkShape& h, const InkOperation& op, const Blocks<W>& blocks,
         for (int r = 0; r < queries.count; r++)
             std::copy_n(queries.rows[r], h.padded_head, gathered + long(r) * h.padded_head);
 #endif
-    for (int span = oldest(0) / kSpan; span <= last_span; span++)
+    const auto attend_rows = [&](int span, const auto& blocks, const auto& scales) {
         for (int row = 0; row < queries.count; row += kQueryRows<W>) {
             const int rows = std::min(kQueryRows<W>, queries.count - row);
-            const int first = std::max(span * kSpanBlocks, oldest(row) / kBlock);
-            const int end = std::min((span + 1) * kSpanBlocks, queries.positions[row + rows - 1] / kBlock + 1);
+            const int first = first_block(span, row), end = end_block(span, row + rows - 1);
             if (first >= end) continue;
             const int* positions = queries.positions + row;
             float *best = all.best + row, *total = all.total + row, *to = values + long(row) * h.padded_head;
 #if defined(__AMX_BF16__)
             if constexpr (kInTiles<W>) {
+                using S = std::remove_cvref_t<decltype(scales)>;
                 if (configured != rows)
                     configure_tiles(std::min(rows, kTileRows), rows > kTileRows ? rows - kTileRows : rows,
                                     kAttentionSteps);
                 configured = rows;
-                const auto attend = rows > kTileRows ? attend_to_span_in_tiles<true> : attend_to_span_in_tiles<false>;
-                attend(h, op, blocks, gathered + long(row) * h.padded_head, rows, positions, first, end - first, best,
-                       total, to, scores);
+                const auto attend =
+                    rows > kTileRows ? attend_to_span_in_tiles<true, S> : attend_to_span_in_tiles<false, S>;
+                attend(h, op, blocks, scales, gathered + long(row) * h.padded_head, rows, positions, first,
+                       end - first, best, total, to, scores);
                 continue;
             }
 #endif
             with_constant<kVectorRows<W>>(rows, [&](auto r) {
-                attend_to_span<W, r.value>(h, op, blocks, queries.rows + row, positions, first, end - first, best,
-                                           total, to, scores);
+                attend_to_span<W, r.value>(h, op, blocks, scales, queries.rows + row, positions, first, end - first,
+                                           best, total, to, scores);
             });
         }
+    };
+    for (int span = oldest(0) / kSpan; span <= last_span; span++) {
+        const int first = first_block(span, 0), end = end_block(span, last);
+        const Scales<kIsCoded<C>> scales(h, blocks, first, end);
+        if constexpr (kIsCoded<C>)
+            if (decodes_first<W, C>(queries.count)) {
+                char* memory = reinterpret_cast<char*>(scratch + rows_scratch<W>(h));
+                const DecodedSpan<W> decoded(h, blocks, first, end, memory);
+                attend_rows(span, decoded.blocks, scales);
+                continue;
+            }
+        if constexpr (!(kIsCoded<C> && kInTiles<W>)) attend_rows(span, blocks, scales);
+    }
 #if defined(__AMX_BF16__)
     if (configured) _tile_release();
 #endif

@@ -40,7 +40,7 @@ struct InkOperation {
     int32_t unused;
 };
 
-// The cache of the layers that share a window: [layer of the group, 2, block, kv head, 16 * padded head].
+// The cache of the layers that share a window: [layer of the group, 2, block, kv head], each as cache_formats.h says.
 struct InkCache {
     void* numbers;
     int64_t n_blocks;
@@ -52,7 +52,7 @@ struct InkShape {
     int32_t n_operations, n_groups;
     int32_t final_norm, padded_head;  // padded_head: head_width in whole vectors
     float embedding_scale, logit_scale, soft_cap, eps;
-    int32_t unused;
+    int32_t has_coded_cache;           // whether the caches have codes of 8 bits with scales
     const float* position_embeddings;  // [context, width] or null
     const InkMatrix *embedding, *head;
     const float *final_weight, *final_bias;

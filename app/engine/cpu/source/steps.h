@@ -332,10 +332,18 @@ class Decoder : public Executor {
         return (outputs + kPanel - 1) / kPanel * kPanel;
     }
 
-    Number* cache(const InkOperation& op, int kind, int block, int head) {
+    // f(the format of the caches).
+    template <class F>
+    void with_cache_format(F&& f) {
+        if (shape_.has_coded_cache) f(CodesOf<W>());
+        else f(W());
+    }
+
+    template <class C>
+    char* cache(const InkOperation& op, int kind, int block, int head) {
         const InkCache& group = shape_.caches[op.group];
         const long index = ((long(op.layer) * 2 + kind) * group.n_blocks + block) * shape_.kv_heads + head;
-        return static_cast<Number*>(group.numbers) + index * kBlock * shape_.padded_head;
+        return static_cast<char*>(group.numbers) + index * block_bytes<C>(shape_);
     }
 
     // Norms and rotates queries and keys; writes queries to their register, keys and values to the cache.
@@ -357,10 +365,12 @@ class Decoder : public Executor {
                               numbers(kQueries, row) + head * shape_.padded_head + c);
         const float* k = q + shape_.query_heads * width;
         const int block = tables[op.group][position / kBlock];
-        for (int head = 0; head < shape_.kv_heads; head++)
-            store_kv<W>(shape_, padded(k + head * width, buffer, 0),
-                        padded(k + (shape_.kv_heads + head) * width, buffer, 1),
-                        cache(op, 0, block, head), cache(op, 1, block, head), position % kBlock);
+        with_cache_format([&]<class C>(C) {
+            for (int head = 0; head < shape_.kv_heads; head++)
+                store_kv<C>(shape_, padded(k + head * width, buffer, 0),
+                            padded(k + (shape_.kv_heads + head) * width, buffer, 1), cache<C>(op, 0, block, head),
+                            cache<C>(op, 1, block, head), position % kBlock);
+        });
     }
 
     void norm_heads(const InkOperation& op, float* q) {
@@ -410,9 +420,12 @@ class Decoder : public Executor {
             queries.positions[i] = rows_[row].position;
             if (op.weight) queries.sinks[i] = op.weight[query];
         }
-        const long stride = shape_.kv_heads * kBlock * shape_.padded_head;
         const int32_t* table = rows_[task.row].tables[op.group];
-        attend<W>(shape_, op, {cache(op, 0, 0, head), cache(op, 1, 0, head), table, stride}, queries, scratch);
+        with_cache_format([&]<class C>(C) {
+            const long stride = shape_.kv_heads * block_bytes<C>(shape_);
+            const Blocks<C> blocks = {cache<C>(op, 0, 0, head), cache<C>(op, 1, 0, head), table, stride};
+            attend<W>(shape_, op, blocks, queries, scratch);
+        });
     }
 
     void add(const InkOperation& op, int row) {
