@@ -61,6 +61,7 @@ FAMILY_CLASSES: list[tuple[str, str | None]] = [
     ("granite", "GPT2Tokenizer"),
     ("granitemoehybrid", "GPTNeoXTokenizer"),
     ("ernie4_5", "LlamaTokenizer"),
+    ("internlm3", "GPT2Tokenizer"),
     ("ministral3", "LlamaTokenizerFast"),
     ("cohere", "CohereTokenizerFast"),
     ("cohere2", None),
