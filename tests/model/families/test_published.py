@@ -16,8 +16,10 @@ from app.cli.check import describe_contexts
 from model.config import ConfigError
 from model.families.registry import MODEL_TYPES, read_config
 from model.parameter_shapes import count_parameters
+from tests.tools.families import with_contexts
 
-PUBLISHED: dict[str, dict[str, dict[str, Any]]] = json.loads(Path(__file__).with_name("published.json").read_text())
+_TEXT = Path(__file__).with_name("published.json").read_text()
+PUBLISHED: dict[str, dict[str, dict[str, Any]]] = json.loads(_TEXT)
 
 
 @pytest.mark.parametrize("name", PUBLISHED["read"])
@@ -37,6 +39,10 @@ def test_published_model_of_another_kind_is_refused_by_what_it_needs(name: str) 
     with pytest.raises(ConfigError, match=refused["words"]) as caught:
         read_config(refused["config"])
     assert "\n" not in str(caught.value)
+
+
+def test_cache_and_contexts_are_generated() -> None:
+    assert with_contexts(_TEXT) == _TEXT, "run: python -m tests.tools.families"
 
 
 def test_there_are_forty_models_of_most_families() -> None:
