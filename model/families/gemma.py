@@ -65,7 +65,8 @@ def _read_sandwich(raw: Raw, layers: Any, **dialect: Any) -> ModelConfig:
     )
 
 
-def _read_gemma2(raw: Raw) -> ModelConfig:
+def read_gemma2(raw: Raw) -> ModelConfig:
+    """gemma2, and vaultgemma but for its norms. Raises as FamilySpec.read."""
     windows = read_windows(raw, "num_hidden_layers", raw.get("sliding_window", 4096), lambda layer: layer % 2 == 0)
     layers = read_layers(len(windows), lambda layer: LayerKind(window=windows[layer], rope=read_rope(raw)))
     return _read_sandwich(raw, layers, attention_soft_cap=50.0, logit_soft_cap=30.0)
@@ -92,7 +93,7 @@ def _read_gemma3(raw: Raw) -> ModelConfig:
 _family = partial(FamilySpec, prefix="model.", ignored=re.compile(r".*rotary_emb\.inv_freq"))
 GEMMA = _family(name="gemma", models="Gemma 2B and 7B", architecture="GemmaForCausalLM", read=_read_gemma, names=NAMES)
 GEMMA2 = _family(
-    name="gemma2", models="Gemma 2, 2B and 9B", architecture="Gemma2ForCausalLM", read=_read_gemma2, names=_SANDWICH
+    name="gemma2", models="Gemma 2, 2B and 9B", architecture="Gemma2ForCausalLM", read=read_gemma2, names=_SANDWICH
 )
 GEMMA3 = _family(
     name="gemma3_text",

@@ -47,6 +47,7 @@ from model.families.smollm3 import SMOLLM3
 from model.families.spec import FamilySpec, Raw, Wrapper
 from model.families.stablelm import STABLELM
 from model.families.starcoder2 import STARCODER2
+from model.families.vaultgemma import VAULTGEMMA
 
 _FIELDS = {field.name: field for field in fields(ModelConfig)}
 _METADATA_KEYS = {"architectures", "model_type", "dtype", "torch_dtype", "transformers_version"}
@@ -125,7 +126,7 @@ NATIVE = FamilySpec(name="inkstream", architecture="InkstreamDecoder", read=_rea
 
 _ALL = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, MINISTRAL3, SMOLLM3, SEED_OSS, ARCEE),
-    *(INTERNLM3,),
+    *(INTERNLM3, VAULTGEMMA),
     *(GEMMA, GEMMA2, GEMMA3),
     *(PHI, PHI3, OLMO, OLMO2, OLMO3),
     *(GRANITE, GRANITE_HYBRID, STARCODER2, STABLELM),
