@@ -14,6 +14,7 @@ from model.config import MAX_LAYER_KINDS, ConfigError, Experts, LayerKind, Model
 from model.families.apertus import APERTUS
 from model.families.arcee import ARCEE
 from model.families.cohere import COHERE2
+from model.families.cwm import CWM
 from model.families.ernie4_5 import ERNIE4_5
 from model.families.ernie4_5_moe import ERNIE4_5_MOE
 from model.families.exaone4 import EXAONE4
@@ -126,7 +127,7 @@ NATIVE = FamilySpec(name="inkstream", architecture="InkstreamDecoder", read=_rea
 
 _ALL = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, MINISTRAL3, SMOLLM3, SEED_OSS, ARCEE),
-    *(INTERNLM3, VAULTGEMMA),
+    *(INTERNLM3, VAULTGEMMA, CWM),
     *(GEMMA, GEMMA2, GEMMA3),
     *(PHI, PHI3, OLMO, OLMO2, OLMO3),
     *(GRANITE, GRANITE_HYBRID, STARCODER2, STABLELM),
