@@ -142,7 +142,7 @@ _MODEL_TYPES = {
     "": "ernie4_5 glm glm4 gpt_bigcode granite granitemoehybrid internlm3 ministral ministral3 mistral mistral3 "
     "nemotron olmo2 olmo3 phi3 stablelm",
     "CohereTokenizer": "cohere cohere2",
-    "GPT2Tokenizer": "gpt2 gpt_neo gptj opt phi starcoder2",
+    "GPT2Tokenizer": "gpt2 gpt_neo gptj jais2 opt phi starcoder2",
     "GPTNeoXTokenizer": "gpt_neox olmo",
     "GemmaTokenizer": "gemma gemma2 gemma3 gemma3_text",
     "Qwen2Tokenizer": "qwen2 qwen3",

@@ -62,6 +62,7 @@ FAMILY_CLASSES: list[tuple[str, str | None]] = [
     ("granitemoehybrid", "GPTNeoXTokenizer"),
     ("ernie4_5", "LlamaTokenizer"),
     ("internlm3", "GPT2Tokenizer"),
+    ("jais2", None),
     ("ministral3", "LlamaTokenizerFast"),
     ("cohere", "CohereTokenizerFast"),
     ("cohere2", None),
