@@ -30,6 +30,7 @@ from model.families.granite import GRANITE, GRANITE_HYBRID
 from model.families.granitemoe import GRANITE_MOE, GRANITE_MOE_SHARED
 from model.families.helium import HELIUM
 from model.families.hunyuan import HUNYUAN_DENSE
+from model.families.hyperclovax import HYPERCLOVAX
 from model.families.internlm3 import INTERNLM3
 from model.families.jais2 import JAIS2
 from model.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
@@ -128,7 +129,7 @@ NATIVE = FamilySpec(name="inkstream", architecture="InkstreamDecoder", read=_rea
 
 _ALL = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, MINISTRAL3, SMOLLM3, SEED_OSS, ARCEE),
-    *(INTERNLM3, VAULTGEMMA, CWM, JAIS2),
+    *(INTERNLM3, VAULTGEMMA, CWM, JAIS2, HYPERCLOVAX),
     *(GEMMA, GEMMA2, GEMMA3),
     *(PHI, PHI3, OLMO, OLMO2, OLMO3),
     *(GRANITE, GRANITE_HYBRID, STARCODER2, STABLELM),

@@ -139,8 +139,8 @@ _CLASSES = {
     ),
 }
 _MODEL_TYPES = {
-    "": "ernie4_5 glm glm4 gpt_bigcode granite granitemoehybrid internlm3 ministral ministral3 mistral mistral3 "
-    "nemotron olmo2 olmo3 phi3 stablelm",
+    "": "ernie4_5 glm glm4 gpt_bigcode granite granitemoehybrid hyperclovax internlm3 ministral ministral3 mistral "
+    "mistral3 nemotron olmo2 olmo3 phi3 stablelm",
     "CohereTokenizer": "cohere cohere2",
     "GPT2Tokenizer": "gpt2 gpt_neo gptj jais2 opt phi starcoder2",
     "GPTNeoXTokenizer": "gpt_neox olmo",

@@ -61,6 +61,7 @@ FAMILY_CLASSES: list[tuple[str, str | None]] = [
     ("granite", "GPT2Tokenizer"),
     ("granitemoehybrid", "GPTNeoXTokenizer"),
     ("ernie4_5", "LlamaTokenizer"),
+    ("hyperclovax", "GPT2Tokenizer"),
     ("internlm3", "GPT2Tokenizer"),
     ("jais2", None),
     ("ministral3", "LlamaTokenizerFast"),
