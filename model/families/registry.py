@@ -35,6 +35,7 @@ from model.families.internlm3 import INTERNLM3
 from model.families.jais2 import JAIS2
 from model.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from model.families.mellum import MELLUM
+from model.families.ministral import MINISTRAL
 from model.families.ministral3 import MINISTRAL3
 from model.families.nanochat import NANOCHAT
 from model.families.nemotron import NEMOTRON
@@ -129,7 +130,7 @@ NATIVE = FamilySpec(name="inkstream", architecture="InkstreamDecoder", read=_rea
 
 _ALL = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, MINISTRAL3, SMOLLM3, SEED_OSS, ARCEE),
-    *(INTERNLM3, VAULTGEMMA, CWM, JAIS2, HYPERCLOVAX),
+    *(INTERNLM3, VAULTGEMMA, CWM, JAIS2, HYPERCLOVAX, MINISTRAL),
     *(GEMMA, GEMMA2, GEMMA3),
     *(PHI, PHI3, OLMO, OLMO2, OLMO3),
     *(GRANITE, GRANITE_HYBRID, STARCODER2, STABLELM),

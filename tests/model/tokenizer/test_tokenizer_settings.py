@@ -64,6 +64,7 @@ FAMILY_CLASSES: list[tuple[str, str | None]] = [
     ("hyperclovax", "GPT2Tokenizer"),
     ("internlm3", "GPT2Tokenizer"),
     ("jais2", None),
+    ("ministral", "LlamaTokenizer"),
     ("ministral3", "LlamaTokenizerFast"),
     ("cohere", "CohereTokenizerFast"),
     ("cohere2", None),
