@@ -74,10 +74,11 @@ def activate_hidden(name: Activation, hidden_TX: Tensor, parameters: Tensor | No
 
 
 def _swiglu_clamped(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
-    gate_TF, up_TF = gate_TF.clamp(max=_SWIGLU_LIMIT), up_TF.clamp(-_SWIGLU_LIMIT, _SWIGLU_LIMIT)
-    wide_TF = gate_TF.float()
-    swish_TF = wide_TF * row_invariant(torch.sigmoid, _SWIGLU_ALPHA * wide_TF)
-    return ((up_TF.float() + 1) * swish_TF).to(up_TF.dtype)
+    """Computed in float32, or in float64 if the numbers are."""
+    wide = torch.promote_types(gate_TF.dtype, torch.float32)
+    clamped_TF = gate_TF.to(wide).clamp(max=_SWIGLU_LIMIT)
+    swish_TF = clamped_TF * row_invariant(torch.sigmoid, _SWIGLU_ALPHA * clamped_TF)
+    return ((up_TF.to(wide).clamp(-_SWIGLU_LIMIT, _SWIGLU_LIMIT) + 1) * swish_TF).to(gate_TF.dtype)
 
 
 def activate(name: Activation, x_TF: Tensor, parameters: Tensor | None = None) -> Tensor:

@@ -19,6 +19,7 @@ from torch import nn
 
 from app.__main__ import main as inkstream
 from model.checkpoint.checkpoint import load
+from model.config import Experts
 from model.families.registry import MODEL_TYPES, read_config
 from model.nn.reference import logits
 from model.nn.transformer import Decoder
@@ -169,6 +170,9 @@ def test_table_names_exactly_the_tensors() -> None:
         replace(shape, norm_position="sandwich", embedding_norm=not shape.n_encoder_layers, activation="xielu")
         for shape in shapes
     ]
+    kinds = tuple(replace(kind, mlp="experts") for kind in shapes[0].layer_kinds)
+    experts = Experts(count=4, chosen=2, width=8, choice_bias=True, shared_width=8)
+    shapes.append(replace(shapes[0], layer_kinds=kinds, mlp_width=0, experts=experts, sinks=True))
     with torch.device("meta"):
         names = {re.sub(r"\d+", "N", name) for shape in shapes for name in Decoder(shape).state_dict()}
     inside = {name for name in names if name.startswith("encoder_blocks.N.")}
