@@ -45,8 +45,10 @@ class Int8CacheAttend:
     def __init__(self, attend: Attend) -> None:
         self._attend = attend
 
-    def __call__(self, layer: int, q_THC: Tensor, k_TKC: Tensor, v_TKC: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, q_THC: Tensor, k_TKC: Tensor, v_TKC: Tensor, sinks_H: Tensor | None = None
+    ) -> Tensor:
         """See Attend."""
         dtype = v_TKC.dtype
         k_TKC, v_TKC = (decode(*encode(x_TKC.to(dtype)), dtype) for x_TKC in (k_TKC, v_TKC))
-        return self._attend(layer, q_THC, k_TKC, v_TKC)
+        return self._attend(layer, q_THC, k_TKC, v_TKC, sinks_H)
