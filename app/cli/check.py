@@ -12,6 +12,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,8 +20,9 @@ import torch
 from app.chat.template_client import ChatTemplate
 from app.common.ipc import Ready, WorkerConfig
 from app.common.settings import Settings
+from app.engine.cpu.packed_decoder import BLOCK
 from app.engine.memory.memory_plan import CacheShape, cache_share_on_cpu
-from app.engine.startup import build_engine
+from app.engine.startup import TOKENS_PER_STEP, build_engine
 from app.tokenization.tokenizer_trial import check_vocabulary, try_tokenizer
 from model.cache_formats import KvCache
 from model.checkpoint.checkpoint import load
@@ -89,7 +91,7 @@ def _check(directory: Path) -> list[Line]:
         ("family", weights.family.name),
         *_file_lines(weights),
         *shape_lines(decoder.config),
-        *memory_lines(decoder.config, decoder.n_params),
+        *memory_lines(decoder.config, decoder.n_params, _context_bytes(decoder.config)),
         *cost_lines(decoder.config),
         ("mem_limit", _memory_limits(decoder.config, decoder.n_params)),
         ("contexts", describe_contexts(decoder.config, decoder.n_params)),
@@ -127,16 +129,38 @@ def _memory_limits(shape: ModelConfig, n_params: int) -> str:
 
     The service takes at most half of the memory that is free for its cache, so twice the cache must fit.
     """
-    running: int = Settings.model_fields["max_running"].default
     found: dict[str, tuple[int, int]] = {}
-    for dtype, size in (("float32", 4), ("bfloat16", 2)):
-        cache = CacheShape(shape=shape, context=shape.context, block_size=16, max_running=running, dtype=dtype)
-        engine = n_params * size + 2 * cache.cache_bytes(cache.needed_blocks * running)
+    for dtype, size in _ITEM_BYTES.items():
+        cache = _cache_shape(shape, dtype)
+        running = cache.max_running
+        engine = n_params * size + 2 * cache.cache_bytes(cache.counts(cache.needed_blocks * running, running))
         found[dtype] = _PROCESSES + engine, _PROCESSES + _SECOND_ENGINE + 2 * engine
     serving, reloading = (
         " or ".join(f"{-(-sizes[i] >> 20)}m in {dtype}" for dtype, sizes in found.items()) for i in (0, 1)
     )
-    return f"{serving} on a CPU, with --max-running {running}; with reloads {reloading}"
+    return f"{serving} on a CPU, with --max-running {_MAX_RUNNING}; with reloads {reloading}"
+
+
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+_MAX_RUNNING: int = Settings.model_fields["max_running"].default
+
+
+def _cache_shape(shape: ModelConfig, dtype: str, kv_cache: KvCache = "auto") -> CacheShape:
+    """The caches of a service on a CPU with the default settings and the model's context."""
+    return CacheShape(
+        shape=shape,
+        context=shape.context,
+        block_size=BLOCK,
+        max_running=_MAX_RUNNING,
+        dtype=dtype,
+        kv_cache=kv_cache,
+        tokens_per_step=TOKENS_PER_STEP,
+    )
+
+
+def _context_bytes(shape: ModelConfig) -> dict[str, int]:
+    """Bytes of the keys and values of a sequence of maximal length, for each number format."""
+    return {dtype: _cache_shape(shape, dtype).sequence_bytes for dtype in _ITEM_BYTES}
 
 
 _MEMORIES = (8, 16, 24, 80)
@@ -150,14 +174,14 @@ def _coded_contexts(shape: ModelConfig, n_params: int) -> list[Line]:
 
 def describe_contexts(shape: ModelConfig, n_params: int, kv_cache: KvCache = "auto") -> str:
     """The default context of a service in bfloat16 on a CPU with so much free memory."""
-    whole = CacheShape(
-        shape=shape, context=shape.context, block_size=16, max_running=1, dtype="bfloat16", kv_cache=kv_cache
-    )
+    whole = _cache_shape(shape, "bfloat16", kv_cache)
+    if shape.n_encoder_layers:
+        whole = replace(whole, max_running=1)
     found = []
     for gib in _MEMORIES:
         share = cache_share_on_cpu((gib << 30) - _PROCESSES, 2 * n_params)
         fitting = whole.fitting(share)
-        context = fitting.context if fitting.cache_bytes(fitting.needed_blocks) <= share else 0
+        context = fitting.context if fitting.least_cache_bytes <= share else 0
         found.append(f"{f'{context:,}' if context else 'none'} in {gib} GiB")
     cache = "" if kv_cache == "auto" else f" with --kv-cache {kv_cache}"
     return f"{', '.join(found)} of free memory, in bfloat16{cache}"

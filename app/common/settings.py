@@ -141,8 +141,8 @@ class Settings(BaseSettings):
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
     """Share of a GPU's memory that an engine may use; the KV cache gets what the model leaves."""
     kv_blocks: int = Field(0, ge=0, le=2**31 - 1)
-    """Blocks in each engine's KV cache; 0 is as many as --max-running requests can fill, on a GPU all memory that is
-    left."""
+    """Blocks in each engine's KV cache, for layers without a window if a model has both; 0 is as many as --max-running
+    requests can fill, on a GPU all memory that is left."""
     tokens_per_step: int = Field(0, ge=0, le=65536)
     """Most tokens in one step; longer prompts are computed in chunks. 0 is 2048 on a GPU without --deterministic, else
     256; on a CPU with API keys 0 also allows at most 64 prompt tokens in a step."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Items
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
@@ -49,10 +50,10 @@ class Backend(Protocol):
         """Sizes the cache. Raises ValueError."""
         ...
 
-    def start(self, blocks: int, grammars: GrammarTracker, announce: Announce) -> BackendRunners:
-        """Builds runners with a cache of `blocks` blocks and warms them up; reports phases to `announce`.
+    def start(self, blocks: Items[int], grammars: GrammarTracker, announce: Announce) -> BackendRunners:
+        """Builds runners with caches of so many blocks and warms them up; reports phases to `announce`.
 
-        Raises ValueError.
+        blocks: of each cache group. Raises ValueError.
         """
         ...
 
@@ -112,7 +113,7 @@ class CppBackend:
             reserved=config.reserved_bytes,
         )
 
-    def start(self, blocks: int, grammars: GrammarTracker, announce: Announce) -> BackendRunners:
+    def start(self, blocks: Items[int], grammars: GrammarTracker, announce: Announce) -> BackendRunners:
         """See Backend.start."""
         announce(WARMING_UP)
         config, dtype = self._weights.config, self._cache_shape.dtype

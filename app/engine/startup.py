@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Items
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -41,10 +42,15 @@ from model.weights_version import Directory
 _log, _start_log = logging.getLogger("inkstream"), logging.getLogger(START)
 _FOR_GPU = " or ".join(quantize for quantize in QUANTIZE if needs_gpu(quantize))
 _NEEDS_TORCH = f"a GPU and --quantize {_FOR_GPU} need torch; --device cpu leaves a GPU aside"
+TOKENS_PER_STEP = 256
+"""Default on a CPU."""
 _SHARED_PROMPT_TOKENS = 64
 """Prompt tokens of a step on a CPU while API keys are in use, unless --tokens-per-step is given. Eight long prompts of
 one key made another key's first token wait 51 ms with 256, 13 ms with 64. Prefill is as fast with the default weights,
 and 0 to 13 % slower with 130 million parameters (2026-11-23)."""
+
+_STEPS_AT_ONCE = 3
+"""On a GPU: while one step runs and the next is planned, the blocks that the last one has left may still be in use."""
 
 
 def build_engine(
@@ -72,7 +78,7 @@ def build_engine(
         selected = select_backend(
             config.kernels, placement.dtype, placement.device, weights.config, libraries, announce
         )
-        cache_shape = _cache_shape(config, weights.config, placement, selected)
+        cache_shape = _cache_shape(config, weights.config, placement, selected, limits)
         model, weights = weights.config, _served(weights, cache_shape.context)
         backend: Backend
         if selected.library:
@@ -88,13 +94,14 @@ def build_engine(
     )
     flag = "--kv-blocks" if config.kv_blocks else "--gpu-memory-utilization"
     with _as_start_error(
-        f"a cache of {blocks} blocks leaves too little memory for the steps: give a smaller {flag} or --max-running"
+        f"a cache of {max(blocks)} blocks leaves too little memory for the steps: "
+        f"give a smaller {flag} or --max-running"
     ):
         runners = backend.start(blocks, grammars, announce)
 
         def make_engine(limits: StepLimits) -> Engine:
-            windows = [group.window for group in cache_shape.groups]
-            pools = [BlockPool(blocks, cache_shape.block_size, window=window) for window in windows]
+            sizes, size = zip(blocks, cache_shape.groups, strict=True), cache_shape.block_size
+            pools = [BlockPool(count, size, window=group.window) for count, group in sizes]
             scheduler = Scheduler(limits, *pools, version=Version(weights.version))
             return Engine(scheduler, *runners, release=backend.release, masks=grammars)
 
@@ -103,7 +110,7 @@ def build_engine(
         if config.deterministic:
             announce(check_batch_invariance(make_engine, limits, weights.config, context=cache_shape.context))
         announce(_check_weights(engine, config, directory, weights, model, cache_shape))
-    facts = (cache_shape, placement, engine.scheduler.pool, backend)
+    facts = (cache_shape, placement, engine.scheduler.pools, backend)
     ready = _ready(weights, model, *facts, defaults=defaults, waits=selected.waits_for_build)
     return BuiltEngine(engine, grammars, ready)
 
@@ -157,7 +164,7 @@ def _limits(config: WorkerConfig, placement: Placement) -> StepLimits:
     return StepLimits(
         # A GPU needs several hundred rows to be compute-bound; with constant shapes every step pays for all rows.
         tokens_per_step=config.tokens_per_step
-        or max(config.max_running, 256 if is_cpu or config.deterministic else 2048),
+        or max(config.max_running, TOKENS_PER_STEP if is_cpu or config.deterministic else 2048),
         max_running=config.max_running,
         # On a CPU a row takes as long in a chunk of 32 as of 256: larger chunks would only delay streams.
         prompt_tokens_with_decodes=config.prompt_tokens_beside or (32 if is_cpu else None),
@@ -187,7 +194,7 @@ def _check_weights(
 
 
 def _cache_shape(
-    config: WorkerConfig, shape: ModelConfig, placement: Placement, selected: SelectedBackend
+    config: WorkerConfig, shape: ModelConfig, placement: Placement, selected: SelectedBackend, limits: StepLimits
 ) -> CacheShape:
     if config.kv_cache != "auto" and shape.n_encoder_layers:
         raise ValueError(
@@ -201,6 +208,8 @@ def _cache_shape(
         max_running=config.max_running,
         dtype=placement.dtype,
         kv_cache=config.kv_cache,
+        tokens_per_step=limits.tokens_per_step,
+        steps_at_once=1 if placement.device == "cpu" else _STEPS_AT_ONCE,
     )
     if config.max_context:
         return cache_shape
@@ -218,7 +227,7 @@ def _cache_shape(
             "%s: a context of %d tokens instead of the model's %d, whose cache would take %s of the %s that it may: "
             "--max-context asks for another",
             *(config.name, fitting.context, cache_shape.context),
-            *(mib(cache_shape.cache_bytes(cache_shape.needed_blocks)), mib(share)),
+            *(mib(cache_shape.least_cache_bytes), mib(share)),
         )
     return fitting
 
@@ -235,12 +244,13 @@ def _ready(
     model: ModelConfig,
     cache_shape: CacheShape,
     placement: Placement,
-    blocks: BlockPool,
+    pools: Items[BlockPool],
     backend: Backend,
     *,
     defaults: dict[str, float],
     waits: bool,
 ) -> Ready:
+    counts = [pool.total for pool in pools]
     return Ready(
         context=cache_shape.context,
         model_context=model.context,
@@ -253,11 +263,11 @@ def _ready(
         named_eos_ids=weights.named_eos_ids,
         sampling_defaults=defaults,
         start_id=weights.start_id,
-        blocks_total=blocks.total,
-        block_size=blocks.block_size,
+        blocks_total=max(counts),
+        block_size=cache_shape.block_size,
         has_encoder=weights.config.n_encoder_layers > 0,
         numerics=backend.numerics,
         numerics_reason=backend.reason,
         waits_for_build=waits,
-        cache_bytes=cache_shape.cache_bytes(blocks.total) if placement.device == "cpu" else 0,
+        cache_bytes=cache_shape.cache_bytes(counts) if placement.device == "cpu" else 0,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from functools import partial
 
@@ -93,14 +94,14 @@ class TorchBackend:
         step = costliest_step(self._limits, self._cache_shape.context, source=source)
         return MemoryPeaks(step_peak(lambda: runner.run(step), self._device, torch.cuda))
 
-    def start(self, blocks: int, grammars: GrammarTracker, announce: Announce) -> BackendRunners:
+    def start(self, blocks: Items[int], grammars: GrammarTracker, announce: Announce) -> BackendRunners:
         """See Backend.start."""
         announce(WARMING_UP)
         runner = Runner(self._executor(blocks), sampler=TorchSampler(), grammars=grammars)
         runner.warm_up(self._limits.max_running)
         return BackendRunners(runner)
 
-    def _executor(self, blocks: int) -> TorchExecutor:
+    def _executor(self, blocks: int | Items[int]) -> TorchExecutor:
         decoder, cache_shape = self._decoder, self._cache_shape
         attend = None
         if decoder.config.n_encoder_layers:
@@ -148,7 +149,7 @@ class _LoadedBackend:
             meter=torch.cuda,
         )
 
-    def start(self, blocks: int, grammars: GrammarTracker, announce: Announce) -> BackendRunners:
+    def start(self, blocks: Items[int], grammars: GrammarTracker, announce: Announce) -> BackendRunners:
         """See Backend.start."""
         return self.backend.start(blocks, grammars, announce)
 

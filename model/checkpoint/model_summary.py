@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import MISSING, fields
 
 from model.config import ModelConfig, Rope
@@ -57,13 +57,20 @@ def _changed(values: ModelConfig | Rope, but: Container[str] = ()) -> list[str]:
     ]
 
 
-def memory_lines(config: ModelConfig, n_params: int) -> list[Line]:
-    """Memory of weights and KV cache in each dtype that the service supports."""
+def memory_lines(config: ModelConfig, n_params: int, context_bytes: Mapping[str, int]) -> list[Line]:
+    """Memory of weights and KV cache in each dtype that the service supports.
+
+    context_bytes: of the KV cache of a full context, for each dtype.
+    """
     active = f", {describe_size(count_active_parameters(config))} active for a token" if config.experts else ""
     lines = [("parameters", describe_size(n_params) + active)]
+    whole = config.windows.count(None)
     for name, size in _DTYPES.items():
         token = config.kv_elements_per_token * size
-        cache = f"{describe_bytes(token)} of KV cache a token, {describe_bytes(token * config.context)} a full context"
+        cache = f"{describe_bytes(token)} of KV cache a token"
+        if 0 < whole < config.n_layers:
+            cache += f" ({describe_bytes(token * whole // config.n_layers)} beyond the windows)"
+        cache += f", {describe_bytes(context_bytes[name])} a full context"
         lines.append((name, f"{describe_bytes(n_params * size)} of weights, {cache}"))
     return lines
 

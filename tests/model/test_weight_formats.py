@@ -63,7 +63,8 @@ def test_a_format_that_nothing_computes_is_refused(kind: str, group: int | None)
 @pytest.mark.parametrize(("quantize", "suffix"), [(each, "" if each == "none" else f"-{each}") for each in QUANTIZE])
 def test_numerics_end_in_the_number_format_and_the_value_of_quantize(quantize: Quantize, suffix: str) -> None:
     """Receipts name these: another name would refuse to repeat them."""
-    shape = CacheShape(shape=tiny_config(), context=256, block_size=16, max_running=1, dtype="bfloat16")
+    sizes = {"context": 256, "block_size": 16, "max_running": 1, "tokens_per_step": 64}
+    shape = CacheShape(shape=tiny_config(), dtype="bfloat16", **sizes)
     config = WorkerConfig(weights="", quantize=quantize)
     assert full_numerics("native3-amx", shape, config) == f"native3-amx-bfloat16{suffix}"
     assert full_numerics("torch2", shape, config, "deterministic") == f"torch2-bfloat16{suffix}-deterministic"

@@ -17,6 +17,7 @@ import numpy as np
 from app.engine.cpu.huge_pages import HugepageAllocator, zeros
 from app.engine.cpu.library import Shape, Step, address_of
 from app.engine.cpu.packed_decoder import BLOCK, PackedDecoder, ReadTensor, padded_head_dim
+from app.engine.memory.cache_groups import block_counts
 from app.engine.scheduling.batch_plan import BatchPlan, Chunk, non_finite_chunks
 from model.cache_formats import KvCache
 from model.config import ModelConfig
@@ -62,12 +63,12 @@ class NativeExecutor:
         pool: ThreadPool,
         *,
         dtype: str,
-        blocks: int,
+        blocks: int | Items[int],
         weight_format: WeightFormat | None = None,
         kv_cache: KvCache = "auto",
         restored: HugepageAllocator | None = None,
     ) -> None:
-        """weight_format, restored: see PackedDecoder."""
+        """blocks: see block_counts(). weight_format, restored: see PackedDecoder."""
         self.config = config
         self._library = library
         self.decoder = decoder = PackedDecoder(
@@ -83,10 +84,14 @@ class NativeExecutor:
         numbers = decoder.cache_dtype
         block = BLOCK * decoder.groups[0].format.head_bytes(padded_head_dim(config)) // numbers.itemsize
         sizes = (config.n_kv_heads, block)
-        shapes = [(len(group.layers), 2, blocks + group.n_reserved_blocks, *sizes) for group in decoder.groups]
+        counts, groups = block_counts(blocks, decoder.groups), decoder.groups
+        shapes = [
+            (len(group.layers), 2, count + group.n_reserved_blocks, *sizes)
+            for count, group in zip(counts, groups, strict=True)
+        ]
         self._caches = [zeros(shape, numbers) for shape in shapes]
-        padding_blocks = array("i", [blocks]) * -(-self.config.context // BLOCK)
-        self._padding_tables = (padding_blocks,) * len(decoder.groups)
+        table_length = -(-self.config.context // BLOCK)
+        self._padding_tables = tuple(array("i", [count]) * table_length for count in counts)
         self.session = self.session_on(pool)
         """Replace it to compute with other threads: the same bits."""
         self._logits = np.empty((0, decoder.logits_columns), np.float32)
@@ -121,7 +126,9 @@ class NativeExecutor:
             chunks += (n_rows, start, blocks.buffer_info()[0])
             if has_groups:
                 assert len(tables) == len(self._caches), "the kernels would read past the chunk"
-                chunks += [others.buffer_info()[0] for others in tables[1:]]
+                for others in tables[1:]:
+                    assert len(others) * BLOCK >= stop, "the kernels would read past the table"
+                    chunks.append(others.buffer_info()[0])
         table = array("q", chunks)
         addresses = (tokens.buffer_info()[0], table.buffer_info()[0])
         seconds = self.seconds and self.seconds.buffer_info()[0]

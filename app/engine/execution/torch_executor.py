@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.engine.memory.cache_groups import CacheGroup, cache_dtype, cache_groups, cache_places
+from app.engine.memory.cache_groups import CacheGroup, block_counts, cache_dtype, cache_groups, cache_places
 from app.engine.memory.memory_plan import TILE
 from app.engine.scheduling.batch_plan import BatchPlan, Chunk, non_finite_chunks
 from model.cache_formats import KvCache
@@ -351,12 +351,12 @@ class TorchExecutor:
         self,
         decoder: Decoder,
         *,
-        blocks: int,
+        blocks: int | Items[int],
         block_size: int,
         kv_cache: KvCache = "auto",
         attend_sources: Callable[[Items[Items[Chunk]]], CrossAttend] | None = None,
     ) -> None:
-        """kv_cache: format of the cache.
+        """blocks: see block_counts(). kv_cache: format of the cache.
 
         attend_sources: for a model with an encoder, EncoderCache.attend() of encoder_cache.py.
         """
@@ -366,7 +366,8 @@ class TorchExecutor:
         groups = groups_of(decoder, kv_cache)
         self._places = cache_places(groups)
         make = Int8KVCache if groups[0].format.has_codes else KVCache
-        self._caches = [make(decoder, group, blocks=blocks, block_size=block_size) for group in groups]
+        counts = zip(block_counts(blocks, groups), groups, strict=True)
+        self._caches = [make(decoder, group, blocks=count, block_size=block_size) for count, group in counts]
         self._attend_sources = attend_sources
         self._hidden_TD = torch.empty(0)
         self.not_finite: Items[Chunk] = ()
@@ -408,7 +409,7 @@ class TorchExecutor:
 
     def _inputs(self, chunks: Items[Chunk]) -> Tensor:
         """[2 + groups, T]: tokens, positions, blocks of each cache group; padded as batch invariance requires."""
-        size, padding = self._caches[0].block_size, self._caches[0].padding_block
+        size, paddings = self._caches[0].block_size, [cache.padding_block for cache in self._caches]
         tokens: list[int] = []
         positions: list[int] = []
         blocks: list[list[int]] = [[] for _ in self._caches]
@@ -416,13 +417,16 @@ class TorchExecutor:
             chunk_positions = range(chunk.start, chunk.stop)
             tokens += chunk.tokens
             positions += chunk_positions
+            table = chunk.sequence.blocks
             for index, of_group in enumerate(blocks):
-                table = chunk.sequence.blocks
                 of_group += (
-                    [table[index][i // size] for i in chunk_positions] if table else [padding] * len(chunk_positions)
+                    [table[index][i // size] for i in chunk_positions]
+                    if table
+                    else [paddings[index]] * len(chunk_positions)
                 )
         extra = self._padded(len(tokens)) - len(tokens)
-        filled = (tokens + [0] * extra, positions + [0] * extra, *(of_group + [padding] * extra for of_group in blocks))
+        padded = (of_group + [padding] * extra for of_group, padding in zip(blocks, paddings, strict=True))
+        filled = (tokens + [0] * extra, positions + [0] * extra, *padded)
         return torch.tensor(filled, device=self._caches[0].data.device)
 
     def _padded(self, count: int) -> int:

@@ -32,9 +32,10 @@ class _ResidentRow:
     row: int
     blocks: tuple[array[int], ...]
     """The tuple object of the sequence, which is replaced if the sequence is preempted and readmitted."""
-    first_blocks: array[int]
-    """Its blocks of the first cache group; it has as many of every other one."""
-    n_blocks: int = 0
+    n_blocks: list[int]
+    """How many of them the device has, for each cache group."""
+    capacity: int = -1
+    """The sequence's capacity then: while it stays the same, no step needs another block."""
     length: int = 0
     """Tokens whose keys and values are in the cache."""
     last_token_position: int = -1
@@ -75,16 +76,17 @@ class ResidentBatch:
     """
 
     def __init__(
-        self, *, count: int, context: int, block_size: int, padding_block: int, table: SamplingTable, n_groups: int = 1
+        self, *, count: int, context: int, block_size: int, padding_blocks: Items[int], table: SamplingTable
     ) -> None:
+        """padding_blocks: of each cache group."""
         self.padding_row = count
         self.context = context
         self.table = table
         device, table_blocks = table.words_RW.device, -(-context // block_size)
-        self._padding_block = padding_block
+        self._padding_blocks = padding_blocks
         size = (count + 1) * table_blocks
-        shape = (n_groups, -(-size // ALIGNED) * ALIGNED)
-        self._block_tables_GX = torch.full(shape, padding_block, dtype=torch.int32, device=device)
+        paddings_G1 = torch.tensor(padding_blocks, dtype=torch.int32, device=device)[:, None]
+        self._block_tables_GX = paddings_G1.repeat(1, -(-size // ALIGNED) * ALIGNED)
         tables = [table_X[:size].view(count + 1, table_blocks) for table_X in self._block_tables_GX]
         self.states = [RowState(table_RB, table.last_token_R, block_size) for table_RB in tables]
         """Of each cache group."""
@@ -105,7 +107,8 @@ class ResidentBatch:
             sequence, start, stop = chunk.sequence, chunk.start, chunk.stop
             if resident is None or resident.blocks is not sequence.blocks or resident.length != start:
                 resident = self._load(sequence, resident, updates)
-            if len(resident.first_blocks) > resident.n_blocks:
+            if resident.capacity != sequence.capacity:
+                resident.capacity = sequence.capacity
                 self._add_blocks(resident, updates)
             samples = stop >= len(sequence.tokens)  # chunk.samples
             if samples and resident.last_token_position != start and stop == start + 1:
@@ -145,9 +148,9 @@ class ResidentBatch:
 
     def _add_blocks(self, resident: _ResidentRow, updates: ResidentUpdates) -> None:
         for group, blocks in enumerate(resident.blocks):
-            first = self._first_entry(group, resident.row) + resident.n_blocks
-            updates.blocks.update(enumerate(blocks[resident.n_blocks :], first))
-        resident.n_blocks = len(resident.first_blocks)
+            known = resident.n_blocks[group]
+            updates.blocks.update(enumerate(blocks[known:], self._first_entry(group, resident.row) + known))
+            resident.n_blocks[group] = len(blocks)
 
     def _first_entry(self, group: int, row: int) -> int:
         """Index of a row's first block in the flattened block tables."""
@@ -158,7 +161,7 @@ class ResidentBatch:
         if not sequence.blocks:  # without blocks, the sequence writes to the padding block
             for group in range(len(self.states)):
                 first, size = self._first_entry(group, row), self.states[group].block_table_RB.shape[1]
-                updates.blocks.update(dict.fromkeys(range(first, first + size), self._padding_block))
+                updates.blocks.update(dict.fromkeys(range(first, first + size), self._padding_blocks[group]))
         updates.loaded_rows.append(row)
         updates.words.extend(pack_request(request, self.table.vocab_size))
         if request.params.min_tokens and not request.grammar:  # a guided row gets its mask in each step
@@ -169,7 +172,6 @@ class ResidentBatch:
             updates.history.extend(sequence.tokens.tolist())
             updates.history_rows.extend([row] * length)
             updates.history_generated.extend([0] * prompt + [1] * (length - prompt))
-        blocks = sequence.blocks
-        first_blocks = blocks[0] if blocks else array("i")
-        resident = self._resident_rows[sequence] = _ResidentRow(row=row, blocks=blocks, first_blocks=first_blocks)
+        resident = _ResidentRow(row=row, blocks=sequence.blocks, n_blocks=[0] * len(self.states))
+        self._resident_rows[sequence] = resident
         return resident

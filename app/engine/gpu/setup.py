@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Items
 from functools import partial
 
 import torch
@@ -26,6 +27,7 @@ from app.engine.gpu.resident_batch import ResidentBatch
 from app.engine.gpu.runner import DeviceRunner
 from app.engine.gpu.step_sizes import round_up, row_buckets, splits, token_buckets
 from app.engine.guided.grammar_tracker import GrammarTracker
+from app.engine.memory.cache_groups import block_counts
 from app.engine.memory.memory_plan import CacheShape, MemoryPeaks, mib, step_peak
 from app.engine.scheduling.scheduler import StepLimits
 from model.nn.transformer import Decoder
@@ -36,30 +38,31 @@ def device_runner(
     kernels: Kernels,
     limits: StepLimits,
     *,
-    blocks: int,
+    blocks: int | Items[int],
     block_size: int,
     context: int,
     deterministic: bool = False,
     grammars: MaskProvider | None = None,
 ) -> DeviceRunner:
-    """Builds the runner with caches of `blocks` blocks and the reserved ones.
+    """Builds the runner with caches of `blocks` blocks (see block_counts()) and the reserved ones.
 
     deterministic: every step has the same shapes, so that no library selects a different algorithm because of other
     rows.
     """
     config, max_running, embedding, groups = decoder.config, limits.max_running, decoder.embedding, decoder.groups
+    counts = block_counts(blocks, groups)
     table = SamplingTable(max_running + 1, config.vocab_size, embedding.device)
     resident = ResidentBatch(
         count=max_running,
         context=context,
         block_size=block_size,
-        padding_block=blocks,
+        padding_blocks=counts,
         table=table,
-        n_groups=len(groups),
     )
     # Slots before heads: the layout that other libraries' kernels use too.
     sizes = (block_size, config.n_kv_heads, config.head_dim)
-    shapes = [(len(group.layers), 2, blocks + group.n_reserved_blocks, *sizes) for group in groups]
+    numbers = [count + group.n_reserved_blocks for count, group in zip(counts, groups, strict=True)]
+    shapes = [(len(group.layers), 2, number, *sizes) for number, group in zip(numbers, groups, strict=True)]
     caches = [torch.zeros(shape, dtype=embedding.dtype, device=embedding.device) for shape in shapes]
     tokens = round_up(limits.tokens_per_step)
     fixed = tokens if deterministic else 0
@@ -118,7 +121,7 @@ class TritonBackend:
         graphs = step_peak(once, self._device, torch.cuda) + partial_bytes + runner.graphs.count * _GRAPH_BYTES
         return MemoryPeaks(activations, graphs)
 
-    def start(self, blocks: int, grammars: GrammarTracker, announce: Callable[[str], None]) -> BackendRunners:
+    def start(self, blocks: Items[int], grammars: GrammarTracker, announce: Callable[[str], None]) -> BackendRunners:
         """See Backend.start. Compiles all kernels, and captures decode steps if the device is a GPU."""
         announce(WARMING_UP)
         runner = self._runner(blocks=blocks, grammars=grammars)

@@ -1,11 +1,13 @@
 """Cache groups: the layers whose keys and values share blocks, because they have one window and one format.
 
-Each group has a cache of its own, [layer of the group, 2, block, ..]: a sequence has one block table for each group,
-and a group with a window needs only the blocks that the next token sees. A model whose layers are all alike has one.
+Each group has a cache of its own, [layer of the group, 2, block, ..], with its own number of blocks: a sequence has one
+block table for each group, and a group with a window needs only the blocks that the next token sees. A model whose
+layers are all alike has one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 from model.cache_formats import SCALE_BYTES, KvCache
@@ -73,6 +75,13 @@ def cache_groups(config: ModelConfig, dtype: str) -> tuple[CacheGroup, ...]:
         )
         for window in dict.fromkeys(windows)
     )
+
+
+def block_counts(blocks: int | Items[int], groups: Items[CacheGroup]) -> tuple[int, ...]:
+    """The number of blocks of each group, without the reserved ones. blocks: the same, or one number for all groups."""
+    counts = (blocks,) * len(groups) if isinstance(blocks, int) else tuple(blocks)
+    assert len(counts) == len(groups), f"{len(counts)} numbers of blocks for {len(groups)} cache groups"
+    return counts
 
 
 def cache_places(groups: tuple[CacheGroup, ...]) -> list[tuple[int, int]]:

@@ -11,12 +11,15 @@ The numbers come from torch.cuda, or from a fake in tests.
 from __future__ import annotations
 
 import gc
+from bisect import bisect_right
 from collections.abc import Callable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from app.engine.memory.cache_groups import CacheGroup, cache_dtype, cache_groups
 from app.engine.memory.device_errors import lacked_device_memory
+from app.engine.scheduling.block_pool import blocks_in_window
 from model.cache_formats import KvCache
 from model.config import ModelConfig
 from model.machine import free_memory
@@ -110,11 +113,21 @@ _LEAST_CONTEXT = 512
 """A service does not offer less by itself."""
 _CONTEXT_SHARE = 0.9
 """Of the cache: memory may be taken by others before it is allocated."""
+_CONTEXT_SEQUENCES = 4
+"""The default context leaves memory for the windows of so many sequences, up to half of the cache: or else one text
+could take almost all of it, and short ones would run one after the other."""
+_MOST_BLOCKS = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheShape:
-    """Dimensions of a service's caches: each cache group has the same number of blocks."""
+    """Dimensions of a service's caches.
+
+    Cache groups without a window, and the only group of a model, have the same number of blocks, `blocks` below. A
+    group with a window beside others has as many, but no more than a number of sequences need: each the blocks of a
+    window and one that its chunk does not fill, and all together those of a step's tokens. So it is full before the
+    others only if more sequences run than that number.
+    """
 
     shape: ModelConfig
     context: int
@@ -124,6 +137,10 @@ class CacheShape:
     """Number format of the steps: float32 or bfloat16."""
     kv_cache: KvCache = "auto"
     """Format of keys and values."""
+    tokens_per_step: int
+    """Most tokens of a step."""
+    steps_at_once: int = 1
+    """Steps whose tokens have blocks at the same time: more than one if a step is planned while another runs."""
 
     @property
     def groups(self) -> tuple[CacheGroup, ...]:
@@ -146,21 +163,34 @@ class CacheShape:
         """Bytes of the encoder cache for all running requests."""
         return self._token_bytes * source_tokens(self.context) * self.max_running if self.shape.n_encoder_layers else 0
 
-    @property
-    def group_note(self) -> str:
-        """Part of the memory plan's text that names the groups, if there are several."""
-        groups = self.groups
-        return f"; {len(groups)} cache groups: {', '.join(map(str, groups))}" if len(groups) > 1 else ""
+    def describe_groups(self, counts: Items[int]) -> str:
+        """Part of the memory plan's text that names the groups and their numbers of blocks, if there are several."""
+        if len(groups := self.groups) == 1:
+            return ""
+        each = (f"{count:,} blocks for {group}" for count, group in zip(counts, groups, strict=True))
+        return f"; {len(groups)} cache groups: {', '.join(each)}"
 
     @property
     def needed_blocks(self) -> int:
-        """Number of blocks of one sequence of maximal length."""
+        """Number of blocks of one sequence of maximal length, in a group without a window."""
         return -(-self.context // self.block_size)
+
+    def counts(self, blocks: int, sequences: int) -> tuple[int, ...]:
+        """Number of blocks of each group, with windows for `sequences` sequences."""
+        groups, size = self.groups, self.block_size
+        for_steps = min(sequences, self.steps_at_once) * -(-self.tokens_per_step // size)
+        return tuple(
+            blocks
+            if group.window is None or len(groups) == 1
+            else min(blocks, sequences * (blocks_in_window(group.window, size) + 1) + for_steps)
+            for group in groups
+        )
 
     def fitting(self, cache_bytes: int) -> CacheShape:
         """With the longest context whose cache fits into `cache_bytes`, if this one does not and one does."""
-        affordable = int(_CONTEXT_SHARE * (cache_bytes - self.reserved_bytes)) // self.block_bytes * self.block_size
-        whole = cache_bytes - self.reserved_bytes >= self.needed_blocks * self.block_bytes
+        left = cache_bytes - self.reserved_bytes
+        affordable = self._most_blocks(int(_CONTEXT_SHARE * left), lambda n: self._cost(n, left)) * self.block_size
+        whole = left >= self._cost(self.needed_blocks, left)
         if whole or self.shape.n_encoder_layers or affordable < _LEAST_CONTEXT:
             return self
         shorter = min(self.context, affordable // _CONTEXT_UNIT * _CONTEXT_UNIT or affordable)
@@ -168,59 +198,110 @@ class CacheShape:
             return self  # other bits, on a machine with less memory: only --max-context asks for them
         return replace(self, context=shorter)
 
-    def cache_bytes(self, blocks: int) -> int:
-        """Bytes of a cache with `blocks` blocks in each group, including the reserved ones and the encoder cache."""
-        return blocks * self.block_bytes + self.reserved_bytes + self.source_bytes
+    def cache_bytes(self, counts: Items[int]) -> int:
+        """Bytes of a cache with so many blocks in each group, including the reserved ones and the encoder cache."""
+        return self._bytes_of(counts) + self.reserved_bytes + self.source_bytes
 
-    def blocks(self, requested: int, free_bytes: int, engines: int = 1) -> int:
-        """Number of blocks: as requested (0: as many as all running requests can fill), within half of the free memory.
+    @property
+    def sequence_bytes(self) -> int:
+        """Bytes of the blocks of one sequence of maximal length."""
+        return self._bytes_of(self.counts(self.needed_blocks, 1))
 
-        `engines` engines share that memory. Raises ValueError.
+    @property
+    def least_cache_bytes(self) -> int:
+        """Bytes of the smallest cache, for one sequence of maximal length."""
+        return self.sequence_bytes + self.reserved_bytes + self.source_bytes
+
+    def blocks(self, requested: int, free_bytes: int, engines: int = 1) -> tuple[int, ...]:
+        """Number of blocks of each group, within half of the free memory, which `engines` engines share.
+
+        requested: in groups without a window; 0: as many as all running requests can fill. Raises ValueError.
         """
         needed = self.needed_blocks
-        affordable = max(0, int(free_bytes * _CPU_SHARE) // engines - self.source_bytes) // self.block_bytes
+        budget = max(0, int(free_bytes * _CPU_SHARE) // engines - self.source_bytes)
+        affordable = self._most_blocks(budget, self._least_bytes)
         share = "half of the free memory"
         if engines > 1:
             share = f"each engine's part of {share} (--replicas {engines})"
         if affordable < needed:
-            min_bytes = needed * self.block_bytes + self.source_bytes
+            min_bytes = self.sequence_bytes + self.source_bytes
             flags = ["--max-context", *["--max-running"] * bool(self.source_bytes), *["--replicas"] * (engines > 1)]
             raise ValueError(
                 f"a sequence of {self.context} tokens needs {min_bytes >> 20} MiB of cache, more than {share} holds: "
                 f"give a smaller {' or '.join(flags)}, or free some"
             )
         if not requested:
-            return min(needed * self.max_running, affordable)
+            return self._counts_within(budget, most=needed * self.max_running)
         if not needed <= requested <= affordable:
             raise ValueError(
                 f"--kv-blocks {requested} does not fit: the context of {self.context} tokens needs at least "
                 f"{needed} blocks, and {share} holds {affordable}"
             )
-        return requested
+        return self.counts(requested, self._most_sequences(requested, budget))
 
-    def blocks_on_gpu(self, requested: int, plan: MemoryPlan) -> int:
-        """Number of blocks: as requested (0: as many as the plan allows). Raises ValueError."""
-        affordable = max(0, (plan.cache_budget - self.source_bytes - self.reserved_bytes) // self.block_bytes)
-        needed = self.needed_blocks
+    def blocks_on_gpu(self, requested: int, plan: MemoryPlan) -> tuple[int, ...]:
+        """Number of blocks of each group.
+
+        requested: in groups without a window; 0: as many as the plan allows. Raises ValueError.
+        """
+        budget = max(0, plan.cache_budget - self.source_bytes - self.reserved_bytes)
+        affordable, needed = self._most_blocks(budget, self._least_bytes), self.needed_blocks
         if affordable < needed:
             raise ValueError(
-                f"a sequence of {self.context} tokens needs {mib(self.cache_bytes(needed))} of cache, and "
+                f"a sequence of {self.context} tokens needs {mib(self.least_cache_bytes)} of cache, and "
                 f"{plan.describe_shortage()}: give a smaller --max-context or --max-running, a larger "
                 "--gpu-memory-utilization, or stop what else uses the GPU"
             )
         if not requested:
-            return min(affordable, _MAX_GPU_BLOCKS)
+            return self._counts_within(budget, most=_MAX_GPU_BLOCKS)
         if requested < needed:
             raise ValueError(
                 f"--kv-blocks {requested} is too few: the context of {self.context} tokens needs {needed} blocks of "
                 f"{self.block_size} (or a smaller --max-context)"
             )
         if requested > affordable:
+            n_bytes = self.cache_bytes(self.counts(requested, 1))
             raise ValueError(
-                f"--kv-blocks {requested} does not fit: these blocks need {mib(self.cache_bytes(requested))} of cache, "
+                f"--kv-blocks {requested} does not fit: these blocks need {mib(n_bytes)} of cache, "
                 f"and {plan.describe_shortage()}: give at most {affordable}"
             )
-        return requested
+        return self.counts(requested, self._most_sequences(requested, budget))
+
+    def _counts_within(self, budget: int, *, most: int) -> tuple[int, ...]:
+        """Divides `budget` bytes: one sequence of maximal length first, then windows of others, then more blocks.
+
+        Windows come before blocks for more than one such sequence, because requests are mostly shorter: they then find
+        as many blocks in each group. At most `most` blocks.
+        """
+        sequences = self._most_sequences(self.needed_blocks, budget)
+        affordable = self._most_blocks(budget, lambda n: self._bytes_of(self.counts(n, sequences)))
+        return self.counts(min(most, affordable), sequences)
+
+    def _least_bytes(self, blocks: int) -> int:
+        """Bytes of the pools with `blocks` blocks and the windows of one sequence."""
+        return self._bytes_of(self.counts(blocks, 1))
+
+    def _cost(self, blocks: int, left: int) -> int:
+        """Bytes that a default context of `blocks` blocks takes of the `left` bytes of a cache."""
+        several = self._bytes_of(self.counts(blocks, min(_CONTEXT_SEQUENCES, self.max_running)))
+        without_windows = self._bytes_of([blocks * (group.window is None) for group in self.groups])
+        return max(self._least_bytes(blocks), min(several, without_windows + left // 2))
+
+    def _most_blocks(self, budget: int, cost: Callable[[int], int]) -> int:
+        """Most blocks that cost at most `budget` bytes; cost: their bytes, which grow with them."""
+        if len(self.groups) == 1:
+            return budget // self.block_bytes
+        return bisect_right(range(_MOST_BLOCKS), budget, key=cost) - 1
+
+    def _most_sequences(self, blocks: int, budget: int) -> int:
+        """Most sequences, up to max_running and at least 1, whose windows fit into `budget` bytes beside `blocks`."""
+        numbers = range(1, self.max_running + 1)
+        return max(1, bisect_right(numbers, budget, key=lambda n: self._bytes_of(self.counts(blocks, n))))
+
+    def _bytes_of(self, counts: Items[int]) -> int:
+        """Bytes of so many blocks in each group."""
+        sizes = zip(counts, self.groups, strict=True)
+        return self.block_size * sum(count * group.token_bytes(self.shape) for count, group in sizes)
 
     @property
     def _token_bytes(self) -> int:
@@ -257,8 +338,8 @@ class MemoryPeaks(NamedTuple):
 class BlockBudget(NamedTuple):
     """Size of the cache."""
 
-    number: int
-    """Number of blocks in each group."""
+    counts: tuple[int, ...]
+    """Number of blocks of each group."""
     plan: str
     """The memory plan, for the log."""
 
@@ -271,11 +352,11 @@ def blocks_on_cpu(
     weights: their bytes. reserved: free bytes that running engines may need for their caches.
     """
     free = max(0, free_memory() - reserved)
-    number = cache_shape.blocks(requested, free if are_loaded else free - weights, engines)
-    state, cache = "loaded" if are_loaded else "read next", mib(cache_shape.cache_bytes(number))
+    counts = cache_shape.blocks(requested, free if are_loaded else free - weights, engines)
+    state, cache = "loaded" if are_loaded else "read next", mib(cache_shape.cache_bytes(counts))
     beside = f" beside {mib(reserved)} that running engines have reserved" if reserved else ""
     plan = f"{mib(free)} are free{beside}; {mib(weights)} of weights, {state}; {cache} of cache"
-    return BlockBudget(number, f"{plan}{cache_shape.group_note}")
+    return BlockBudget(counts, f"{plan}{cache_shape.describe_groups(counts)}")
 
 
 def blocks_on_gpu(
@@ -303,9 +384,9 @@ def blocks_on_gpu(
         graphs=peaks.graphs,
         other=max(0, total - free - weights),
     )
-    number = cache_shape.blocks_on_gpu(requested, plan)
-    plan = replace(plan, cache=cache_shape.cache_bytes(number))
-    return BlockBudget(number, f"{plan}{cache_shape.group_note}")
+    counts = cache_shape.blocks_on_gpu(requested, plan)
+    plan = replace(plan, cache=cache_shape.cache_bytes(counts))
+    return BlockBudget(counts, f"{plan}{cache_shape.describe_groups(counts)}")
 
 
 def step_peak(compute_once: Callable[[], object], device: Device, meter: MemoryMeter) -> int:

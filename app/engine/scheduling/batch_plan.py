@@ -31,13 +31,15 @@ class Sequence:
     ahead: int = 0
     """Further tokens that steps in flight compute; the last may have been sampled on the device only."""
     blocks: tuple[array[int], ...] = ()
-    """Cache blocks while it runs: an array for each cache group, all of one length, of type "i", since the native
-    kernels read them in place. They are extended, and blocks that a window has passed become the null block; otherwise
-    the tuple is replaced."""
+    """Cache blocks while it runs: an array for each cache group, of type "i", since the native kernels read them in
+    place. Groups with a window may have fewer (BlockAllocator). They are extended, and blocks that a window has passed
+    become the null block; otherwise the tuple is replaced."""
     passed: list[int] = field(default_factory=list)
     """Number of null blocks at the start of each array of `blocks`."""
+    claims: list[int] = field(default_factory=list)
+    """Number of blocks of each cache group that it is sure to get, those in use included; 0 where it has them all."""
     capacity: int = 0
-    """Tokens that `blocks` have slots for; the allocator changes both."""
+    """Tokens that all of `blocks` have slots for; the allocator changes both."""
     hashes: list[bytes] = field(default_factory=list)
     """Chained hashes of the full blocks of `tokens`, computed on demand."""
     num_registered: int = 0

@@ -7,10 +7,10 @@
 
 Invariant: free + cached + active == total, and a block's reference count is the number of sequences that list it.
 
-The layers of a cache group share a window (app/engine/memory/cache_groups.py). Each group has blocks of its own, and a
-sequence has as many entries in each; it is admitted and grows only if every group has enough. Blocks that a window has
-passed are released while the sequence runs, and its entry becomes the null block, which is never written. For the same
-reason a prefix needs only the blocks that its next token sees. With blocks of 4, a window of 6 and 17 tokens computed:
+The layers of a cache group share a window (app/engine/memory/cache_groups.py). Each group has its own number of blocks,
+and a sequence is admitted and grows only if every group has enough. Blocks that a window has passed are released while
+the sequence runs, and its entry becomes the null block, which is never written. For the same reason a prefix needs
+only the blocks that its next token sees. With blocks of 4, a window of 6 and 17 tokens computed:
 
     no window    [0 1 2 3] [4 5 6 7] [8 9 a b] [c d e f] [g . . .]
     window of 6  [ null  ] [ null  ] [ null  ] [c d e f] [g . . .]      the next token sees 5 others: c to g
@@ -35,6 +35,11 @@ class BlockCounts(NamedTuple):
     active: int
 
 
+def blocks_in_window(window: int, block_size: int) -> int:
+    """Most blocks that a sequence needs for one more token: what the token sees, itself included, lies in them."""
+    return 1 - (1 - window) // block_size
+
+
 class BlockPool:
     """Reference-counted blocks of a cache group, with a prefix cache in least-recently-used order."""
 
@@ -45,6 +50,8 @@ class BlockPool:
         self.window = window
         self.null_block = total + 1
         """Stands for blocks that the window has passed; behind the padding block, and without references."""
+        self.set_aside = 0
+        """Available blocks that running sequences are sure to get: others leave them (BlockAllocator)."""
         self._references = [0] * total
         self._free = deque(range(total))
         self._cached: OrderedDict[int, None] = OrderedDict()
@@ -55,6 +62,11 @@ class BlockPool:
     def available(self) -> int:
         """Number of blocks that allocate() can return."""
         return len(self._free) + len(self._cached)
+
+    @property
+    def unclaimed(self) -> int:
+        """Number of available blocks that are not set aside; below 0 if blocks that were set aside are in use."""
+        return len(self._free) + len(self._cached) - self.set_aside
 
     @property
     def counts(self) -> BlockCounts:

@@ -7,8 +7,9 @@
 A step is a list of chunks under a token budget: decodes first, so that a long prompt does not delay the next token of
 running sequences; then chunked prefills, in small chunks while decodes wait for them; then new requests by arrival.
 Admission allocates the blocks of all tokens known so far, so only decodes grow, and when no block is left the youngest
-sequence is preempted. A sequence that was preempted `max_preemptions` times is readmitted with all the blocks it can
-ever need and is never preempted again, so every sequence finishes.
+sequence is preempted. (Beside other layers, those with a window get their blocks chunk by chunk: BlockAllocator.) A
+sequence that was preempted `max_preemptions` times is readmitted with all the blocks it can ever need and is never
+preempted again, so every sequence finishes.
 
 plan_ahead() plans the step after one that is still running. It counts tokens that are not sampled yet, preempts no
 sequence, and leaves out sequences that certainly end in the running step. A sequence that ends unexpectedly has
@@ -100,12 +101,12 @@ class Scheduler:
         self.preemptions = self.block_violations = 0
         self._arrivals = 0
         self._in_flight = StepsInFlight(pools)
-        self._allocator = BlockAllocator(pools, self._in_flight, version)
+        self._allocator = BlockAllocator(pools, self._in_flight, version, tokens_per_step=limits.tokens_per_step)
 
     @property
     def pool(self) -> BlockPool:
-        """The blocks of the first cache group; all others have as many, of the same size."""
-        return self.pools[0]
+        """The blocks of the cache group that has most."""
+        return self._allocator.largest
 
     @property
     def has_work(self) -> bool:
@@ -119,7 +120,7 @@ class Scheduler:
             running=len(self.running),
             waiting=len(self.waiting),
             blocks_active=self._allocator.active,
-            blocks_total=self.pools[0].total,
+            blocks_total=self.pool.total,
             preemptions=self.preemptions,
             block_violations=self.block_violations,
         )
@@ -149,6 +150,8 @@ class Scheduler:
         """
         assert not self._in_flight, "a sequence in flight must not be preempted"
         preemptions = self.preemptions
+        while self._allocator.is_overdrawn and (victim := self._youngest()):
+            self._preempt(victim)
         chunks = self._plan_decodes()
         # Admit nothing in a step that preempted.
         return self._fill(chunks, may_admit=self.preemptions == preemptions)
@@ -156,7 +159,7 @@ class Scheduler:
     def plan_ahead(self) -> BatchPlan | None:
         """Plans the step after those in flight; None if there is nothing to compute or too few blocks are free."""
         chunks, growing = self._decodes_ahead()
-        if sum(map(self._allocator.missing, growing)) > self._allocator.available:
+        if not self._allocator.can_extend(growing):
             return None
         for sequence in growing:
             self._allocator.extend(sequence)
@@ -304,7 +307,7 @@ class Scheduler:
         if may_admit and prefilling:
             present = {sequence.request.cache_namespace for sequence in self.running}
             budget -= self._admit_some(budget // 2, chunks, started, present)
-        budget -= _add_prefill_chunks(budget, prefilling, chunks)
+        budget -= self._add_prefill_chunks(budget, prefilling, chunks)
         if may_admit:
             self._admit_some(budget, chunks, started)
         clear, copies = self._allocator.take_preparations()
@@ -335,28 +338,71 @@ class Scheduler:
             insort(self.running, sequence, key=lambda s: s.arrival)
             if not sequence.preemptions:
                 started.append(RequestStarted(sequence.request.id, sequence.num_computed))
-            chunks.append(_next_chunk(sequence, left))
-            left -= chunks[-1].cost + source_tokens
+            left -= self._add_chunk(sequence, left, chunks) + source_tokens
         return budget - left
+
+    def _add_prefill_chunks(self, budget: int, prefilling: list[Sequence], chunks: list[Chunk]) -> int:
+        """Adds chunks of running prompts, splitting `budget` evenly among namespaces; returns the part that they use.
+
+        A budget can be divided, so each step is shared exactly, and there is no order of turns to remember.
+        """
+        queues: dict[str, list[Sequence]] = {}
+        for sequence in prefilling:
+            queues.setdefault(sequence.request.cache_namespace, []).append(sequence)
+        spent = 0
+        # The smallest demand first: the unused part of its share goes to the others.
+        for n_before, queue in enumerate(sorted(queues.values(), key=lambda queue: sum(s.num_pending for s in queue))):
+            share = (budget - spent) // (len(queues) - n_before)
+            for sequence in queue:
+                if share <= 0:
+                    break
+                cost = self._add_chunk(sequence, share, chunks)
+                share -= cost
+                spent += cost
+        return spent
+
+    def _add_chunk(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
+        """Adds a sequence's next chunk to a plan; returns its cost, 0 if the step has no block for it."""
+        # A scored token costs twice as much; at least one token is taken.
+        length = -(-budget // 2) if sequence.num_unscored else budget
+        start = sequence.num_scheduled
+        stop = self._allocator.allocate_chunk(sequence, start, start + min(sequence.num_pending, length))
+        if stop <= start:
+            return 0
+        chunks.append(Chunk(sequence, start, stop))
+        return chunks[-1].cost
 
     def _grow(self, sequence: Sequence) -> bool:
         """Allocates a block for the pending token, preempting if need be; False if `sequence` itself was preempted."""
-        while self._allocator.missing(sequence) > self._allocator.available:
-            victim = next(s for s in reversed(self.running) if s.preemptions < self.limits.max_preemptions)
+        while not self._allocator.can_extend((sequence,)):
+            # Without a victim, a sequence that is never preempted has late masks, and blocks for a whole chunk.
+            if (victim := self._youngest()) is None:
+                return False
             self._preempt(victim)
             if victim is sequence:
                 return False
         self._allocator.extend(sequence)
         return True
 
+    def _youngest(self) -> Sequence | None:
+        """The youngest running sequence that may be preempted."""
+        return next((s for s in reversed(self.running) if not self._is_final(s)), None)
+
+    def _is_final(self, sequence: Sequence) -> bool:
+        """Whether the sequence is never preempted again."""
+        return sequence.preemptions >= self.limits.max_preemptions
+
     def _admit(self, sequence: Sequence) -> bool:
         """Allocates the blocks of a waiting sequence; False if too few are free."""
-        is_final = sequence.preemptions >= self.limits.max_preemptions  # never preempted again
-        length = len(sequence.tokens)
-        if is_final:  # the last token takes no block, unless the model has to say whether it ends a grammar
+        length, running = len(sequence.tokens), self.running
+        if self._is_final(sequence):
+            # The last token takes no block, unless the model has to say whether it ends a grammar.
             length = max(length, sequence.max_length - (not sequence.request.grammar))
-        # Keep one spare block per running sequence, so that growing one does not preempt the newly admitted sequence.
-        is_admitted = self._allocator.admit(sequence, length, spare=0 if is_final else len(self.running))
+            final = [other for other in running if self._is_final(other)]
+            is_admitted = self._allocator.admit(sequence, length, spare=0, running=running, final=final)
+        else:
+            # Keep one spare block per running sequence, so that growing one does not preempt the new one.
+            is_admitted = self._allocator.admit(sequence, length, spare=len(running), running=running)
         if is_admitted:
             sequence.leader = None  # needed for the first admission only
         return is_admitted
@@ -381,31 +427,3 @@ class Scheduler:
     def _remove(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self._allocator.release(sequence)
-
-
-def _add_prefill_chunks(budget: int, prefilling: list[Sequence], chunks: list[Chunk]) -> int:
-    """Adds chunks of running prompts, splitting `budget` evenly among namespaces; returns the part that they use.
-
-    A budget can be divided, so each step is shared exactly, and there is no order of turns to remember.
-    """
-    queues: dict[str, list[Sequence]] = {}
-    for sequence in prefilling:
-        queues.setdefault(sequence.request.cache_namespace, []).append(sequence)
-    spent = 0
-    # The smallest demand first: the unused part of its share goes to the others.
-    for n_before, queue in enumerate(sorted(queues.values(), key=lambda queue: sum(s.num_pending for s in queue))):
-        share = (budget - spent) // (len(queues) - n_before)
-        for sequence in queue:
-            if share <= 0:
-                break
-            chunks.append(_next_chunk(sequence, share))
-            share -= chunks[-1].cost
-            spent += chunks[-1].cost
-    return spent
-
-
-def _next_chunk(sequence: Sequence, budget: int) -> Chunk:
-    # A scored token costs twice as much; at least one token is taken.
-    length = -(-budget // 2) if sequence.num_unscored else budget
-    start = sequence.num_scheduled
-    return Chunk(sequence, start, start + min(sequence.num_pending, length))

@@ -62,13 +62,13 @@ def test_released_blocks_change_no_bit(case: str, dtype: torch.dtype, monkeypatc
     release_before = BlockAllocator.release_before
 
     def watched(self: BlockAllocator, sequence: object, position: int) -> None:
-        held = self.available
+        held = self.pools[0].available
         release_before(self, sequence, position)  # type: ignore[arg-type]
-        released.append(self.available - held)
+        released.append(self.pools[0].available - held)
 
     monkeypatch.setattr(BlockAllocator, "release_before", watched)
     ours = serve(tiny_engine(decoder, blocks=40, tokens_per_step=50), requests)
-    assert sum(released) > 2 or None in decoder.config.windows, "positive control: blocks must be released"
+    assert sum(released) > 2, "positive control: blocks must be released"
     monkeypatch.setattr(BlockAllocator, "release_before", lambda *_: None)
     assert ours == alone(decoder, requests)
 

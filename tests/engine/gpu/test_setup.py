@@ -52,7 +52,7 @@ def test_sections_of_an_upload_are_aligned_to_16_bytes() -> None:
 
 def _backend(context: int = 64, **limits: int) -> TritonBackend:
     config, limits = tiny_config(context=context), {"tokens_per_step": 32, "max_running": 2, **limits}
-    shape = CacheShape(shape=config, context=context, block_size=16, max_running=4, dtype="float32")
+    shape = CacheShape(shape=config, context=context, block_size=16, max_running=4, dtype="float32", tokens_per_step=96)
     return TritonBackend(tiny_decoder(config), ReferenceKernels(), shape, StepLimits(**limits), deterministic=False)
 
 
@@ -107,7 +107,7 @@ def test_parallel_splits_are_counted_where_possible() -> None:
 def test_peak_includes_the_costliest_sampling_of_the_host(measured: list[Made]) -> None:
     """Masks, sorts of whole rows, and scores take gigabytes with 256 rows and 128,000 tokens."""
     config, limits = tiny_config(context=64), StepLimits(tokens_per_step=64, max_running=40)
-    shape = CacheShape(shape=config, context=64, block_size=16, max_running=4, dtype="float32")
+    shape = CacheShape(shape=config, context=64, block_size=16, max_running=4, dtype="float32", tokens_per_step=64)
     TorchBackend(tiny_decoder(config), shape, limits).peaks()
     drawn, made = (40, config.vocab_size), measured[0]
     assert {("where", drawn), ("sort", drawn)} <= made

@@ -69,7 +69,7 @@ class FakeGpu:
 def _cache_shape(**changes: Any) -> CacheShape:
     sizes: dict[str, Any] = {"vocab_size": 8, "width": 64, "n_layers": 4, "n_heads": 2, "n_kv_heads": 2}
     shape = tiny_config(**{**sizes, "head_dim": 64, "context": 1024})
-    given = {"context": 1024, "block_size": 64, "max_running": 4, "dtype": "bfloat16"}
+    given = {"context": 1024, "block_size": 64, "max_running": 4, "dtype": "bfloat16", "tokens_per_step": 256}
     return CacheShape(shape=shape, **{**given, **changes})
 
 
@@ -93,11 +93,11 @@ def test_logged_memory_plan_adds_up() -> None:
 
 def test_gpu_cache_takes_all_remaining_memory_with_the_padding_block() -> None:
     cache_shape = _cache_shape()
-    blocks = cache_shape.blocks_on_gpu(0, PLAN)
-    assert cache_shape.cache_bytes(blocks) <= PLAN.cache_budget < cache_shape.cache_bytes(blocks + 1)
+    (blocks,) = cache_shape.blocks_on_gpu(0, PLAN)
+    assert cache_shape.cache_bytes([blocks]) <= PLAN.cache_budget < cache_shape.cache_bytes([blocks + 1])
     assert blocks > cache_shape.needed_blocks * cache_shape.max_running, "more than all running requests can fill"
-    assert cache_shape.blocks_on_gpu(blocks, PLAN) == blocks and cache_shape.blocks_on_gpu(16, PLAN) == 16
-    assert _cache_shape(block_size=1).blocks_on_gpu(0, replace(PLAN, total=1 << 50, utilization=1.0)) == 1 << 20
+    assert cache_shape.blocks_on_gpu(blocks, PLAN) == (blocks,) and cache_shape.blocks_on_gpu(16, PLAN) == (16,)
+    assert _cache_shape(block_size=1).blocks_on_gpu(0, replace(PLAN, total=1 << 50, utilization=1.0)) == (1 << 20,)
 
 
 def _refused(cache_shape: CacheShape, plan: MemoryPlan, requested: int = 0) -> str:
@@ -108,7 +108,7 @@ def _refused(cache_shape: CacheShape, plan: MemoryPlan, requested: int = 0) -> s
 
 def test_too_many_configured_blocks_are_refused_with_the_maximum() -> None:
     cache_shape = _cache_shape()
-    most = cache_shape.blocks_on_gpu(0, PLAN)
+    (most,) = cache_shape.blocks_on_gpu(0, PLAN)
     message = _refused(cache_shape, PLAN, most + 1)
     assert message.startswith(f"--kv-blocks {most + 1} does not fit: ") and message.endswith(f"give at most {most}")
     assert "--kv-blocks 15 is too few: the context of 1024 tokens needs 16 blocks of 64" in _refused(
@@ -118,10 +118,10 @@ def test_too_many_configured_blocks_are_refused_with_the_maximum() -> None:
 
 def test_too_little_memory_is_refused_with_needed_free_and_used_amounts() -> None:
     cache_shape = _cache_shape()
-    tight = replace(PLAN, weights=PLAN.share - 400 * M - cache_shape.cache_bytes(4))
+    tight = replace(PLAN, weights=PLAN.share - 400 * M - cache_shape.cache_bytes([4]))
     message = _refused(cache_shape, tight)
-    assert f"needs {mib(cache_shape.cache_bytes(16))} of cache" in message
-    assert f"{mib(cache_shape.cache_bytes(4))} are left of 3,200 MiB" in message
+    assert f"needs {mib(cache_shape.cache_bytes([16]))} of cache" in message
+    assert f"{mib(cache_shape.cache_bytes([4]))} are left of 3,200 MiB" in message
     full = replace(PLAN, utilization=0.9, other=6000 * M)  # a reload's engine next to the old one
     message = _refused(cache_shape, full)
     assert "6,000 MiB are used by CUDA and other processes" in message
@@ -134,9 +134,9 @@ def test_encoder_sources_are_reserved_first() -> None:
         n_encoder_layers=2, context=1024, n_kv_heads=cache_shape.shape.n_kv_heads, head_dim=64, n_layers=4
     )
     reading = replace(cache_shape, shape=shape)
-    blocks = reading.blocks_on_gpu(0, PLAN)
+    (blocks,) = reading.blocks_on_gpu(0, PLAN)
     assert blocks * reading.block_bytes < PLAN.cache_budget - reading.source_bytes < PLAN.cache_budget
-    message = _refused(reading, replace(PLAN, weights=PLAN.share - 400 * M - reading.cache_bytes(4)))
+    message = _refused(reading, replace(PLAN, weights=PLAN.share - 400 * M - reading.cache_bytes([4])))
     assert "a smaller --max-context or --max-running" in message
 
 
@@ -144,8 +144,8 @@ def test_gpu_memory_is_measured_when_only_the_weights_are_loaded() -> None:
     gpu = FakeGpu(allocated=1000 * M, kept=50 * M)
     peaks = MemoryPeaks(activations=300 * M, graphs=100 * M)
     blocks = blocks_on_gpu(_cache_shape(), CUDA, requested=0, utilization=0.5, peaks=peaks, meter=gpu)
-    assert blocks.number == _cache_shape().blocks_on_gpu(0, PLAN), "memory that torch had cached must be released"
-    assert blocks.plan == str(replace(PLAN, cache=_cache_shape().cache_bytes(blocks.number)))
+    assert blocks.counts == _cache_shape().blocks_on_gpu(0, PLAN), "memory that torch had cached must be released"
+    assert blocks.plan == str(replace(PLAN, cache=_cache_shape().cache_bytes(blocks.counts)))
 
 
 def test_peak_of_a_step_includes_fragmentation_and_excludes_earlier_memory() -> None:
@@ -201,11 +201,11 @@ def test_cpu_engines_share_half_of_the_free_memory(
     free = 2 * 100 * cache_shape.block_bytes
     monkeypatch.setattr("app.engine.memory.memory_plan.free_memory", lambda: free)
     plans = [blocks_on_cpu(cache_shape, 1000, are_loaded=True, requested=0, engines=engines) for engines in (1, 2)]
-    assert [plan.number for plan in plans] == [number, 50]
+    assert [plan.counts for plan in plans] == [(number,), (50,)]
     plan = blocks_on_cpu(
         cache_shape, 1000, are_loaded=True, requested=0, engines=1, reserved=100 * cache_shape.block_bytes
     )
-    assert plan.number == min(number, 50), "running engines will write their caches"
+    assert plan.counts == (min(number, 50),), "running engines will write their caches"
     assert "that running engines have reserved" in plan.plan
     for requested, bytes_, engines, words in (
         (60, free, 2, r"--kv-blocks 60 .* and each engine's part .* \(--replicas 2\) holds 50$"),
@@ -237,10 +237,72 @@ def test_layers_that_share_a_window_are_a_cache_group() -> None:
 def test_blocks_of_all_groups_take_the_memory_of_one_group(dtype: str) -> None:
     """And each group with a window has one block more, the null block."""
     mixed, alike = _mixed(dtype), _cache_shape(dtype=dtype)
-    assert mixed.block_bytes == alike.block_bytes == alike.cache_bytes(0)
-    assert mixed.cache_bytes(7) - alike.cache_bytes(7) == alike.block_bytes * 3 // 4, "of three layers in two groups"
-    blocks = mixed.blocks_on_gpu(0, PLAN)
-    assert mixed.cache_bytes(blocks) <= PLAN.cache_budget < mixed.cache_bytes(blocks + 1)
+    assert mixed.block_bytes == alike.block_bytes == alike.cache_bytes([0])
+    difference = mixed.cache_bytes([7] * 3) - alike.cache_bytes([7])
+    assert difference == alike.block_bytes * 3 // 4, "of three layers in two groups"
+
+
+def _windowed(**changes: Any) -> CacheShape:
+    """29 layers with a window of 1,024 and 5 without, 4 kv heads of 256: 4,096 bytes a token and layer in bfloat16."""
+    kinds, types = (LayerKind(window=1024), LayerKind()), tuple(int(layer % 6 == 5) for layer in range(34))
+    sizes = {"n_layers": 34, "n_heads": 4, "n_kv_heads": 4, "head_dim": 256, "width": 64, "vocab_size": 8}
+    shape = tiny_config(**sizes, context=32_768, layer_kinds=kinds, layer_types=types)
+    given = {"context": 32_768, "block_size": 16, "max_running": 32, "dtype": "bfloat16", "tokens_per_step": 256}
+    return CacheShape(shape=shape, **{**given, **changes})
+
+
+def test_a_group_with_a_window_has_blocks_for_the_windows_of_the_sequences_that_may_run() -> None:
+    """A window of 1,024 lies in up to 65 blocks of 16; one more is for a chunk, and 16 are for a step's 256 tokens."""
+    assert [group.window for group in _windowed().groups] == [1024, None]
+    for sequences in (1, 2, 32):
+        assert _windowed().counts(65_536, sequences) == (66 * sequences + 16, 65_536)
+    assert _windowed().counts(50, 32) == (50, 50), "never more than a group that keeps all"
+    gpu = _windowed(block_size=64, tokens_per_step=2048, steps_at_once=3)
+    assert gpu.counts(4096, 1) == (18 + 32, 4096) and gpu.counts(4096, 4) == (4 * 18 + 3 * 32, 4096)
+    alone = replace(_windowed().shape, layer_kinds=(LayerKind(window=1024),), layer_types=())
+    assert replace(_windowed(), shape=alone).counts(65_536, 1) == (65_536,), "the only group of a model"
+
+
+def test_a_long_context_takes_the_cache_of_its_layers_without_a_window() -> None:
+    """It took 4.25 GiB when each group had as many blocks."""
+    before = _windowed().cache_bytes([2048, 2048])
+    assert round(before / 2**30, 2) == 4.25
+    assert round(_windowed().least_cache_bytes / 2**30, 2) == 0.77
+    gpu = _windowed(block_size=64, tokens_per_step=2048, steps_at_once=3)
+    assert round(gpu.least_cache_bytes / 2**30, 2) == 0.99
+    long = _windowed(context=131_072)
+    assert round(long.least_cache_bytes / 2**30, 2) == 2.65
+
+
+@pytest.mark.parametrize("share", [5, 8, 20, 40, 300])
+def test_memory_is_divided_among_groups_by_what_sequences_need(share: int) -> None:
+    """One sequence of maximal length first, then windows of others, then more blocks for the layers without one."""
+    shape, part = _windowed(), 2**30 // 5
+    budget = share * part
+    counts = windows, blocks = shape.blocks(0, 2 * budget)
+    assert shape.sequence_bytes <= shape.cache_bytes(counts) - shape.reserved_bytes <= budget
+    sequences = min(32, (windows - 16) // 66)
+    assert counts == shape.counts(blocks, sequences) and sequences >= 1
+    for more, is_most in (
+        (shape.counts(2048, sequences + 1), sequences == 32),
+        (shape.counts(blocks + 1, sequences), blocks == 2048 * 32),
+    ):
+        assert is_most or shape.cache_bytes(more) - shape.reserved_bytes > budget, "the rest holds no more"
+    plan = replace(PLAN, total=1 << 50, utilization=1.0, other=0)
+    plan = replace(plan, weights=plan.limit - 400 * M - budget - shape.reserved_bytes)
+    on_gpu = shape.blocks_on_gpu(0, plan)
+    assert on_gpu == counts or (blocks == 2048 * 32 and on_gpu[0] == windows and on_gpu[1] > blocks)
+
+
+def test_requested_blocks_are_those_of_layers_without_a_window() -> None:
+    shape, free = _windowed(), 16 << 30
+    assert shape.blocks(2048, free) == (2048, 2048), "32 sequences may run, and 2,048 blocks hold 32,768 tokens"
+    assert shape.blocks(6000, free) == (66 * 32 + 16, 6000)
+    assert shape.blocks(2048, 2 << 30) == (148, 2048), "the windows of two sequences"
+    with pytest.raises(ValueError, match=r"--kv-blocks 4000 does not fit: .* at least 2048 blocks, .* holds 2801$"):
+        shape.blocks(4000, 2 << 30)
+    with pytest.raises(ValueError, match=r"a sequence of 32768 tokens needs 788 MiB of cache"):
+        shape.blocks(0, 1 << 30)
 
 
 @pytest.mark.parametrize(("head_dim", "least"), [(64, 1.9), (128, 1.95), (256, 1.98)])
@@ -269,25 +331,39 @@ def test_int8_cache_allocates_the_bytes_of_the_plan(dtype: str) -> None:
 
 
 def test_memory_plan_names_cache_groups_if_there_are_several() -> None:
-    assert _cache_shape().group_note == ""
-    text = "; 3 cache groups: 2 layers with a window of 600, 1 layer, 1 layer with a window of 40"
-    assert _mixed().group_note == text
-    plan = blocks_on_cpu(_mixed(), 0, are_loaded=True, requested=0, engines=1).plan
-    assert plan.endswith(f" of cache{text}")
+    assert _cache_shape().describe_groups([7]) == ""
+    text = "; 3 cache groups: 52 blocks for 2 layers with a window of 600, 64 blocks for 1 layer, "
+    text += "16 blocks for 1 layer with a window of 40"
+    plan = blocks_on_cpu(_mixed(), 0, are_loaded=True, requested=0, engines=1)
+    assert plan.counts == (52, 64, 16)
+    assert plan.plan.endswith(f" of cache{text}")
 
 
 def test_default_context_is_the_longest_whose_cache_fits() -> None:
     alike = _cache_shape()
     long = replace(alike, context=131_072)
-    needed = long.cache_bytes(long.needed_blocks)
+    needed = long.cache_bytes([long.needed_blocks])
     assert long.fitting(needed) is long and alike.fitting(10**15) is alike
     for share in (needed - 1, needed // 2, needed // 7):
         fitting = long.fitting(share)
-        assert 0.7 * share < fitting.cache_bytes(fitting.needed_blocks) < share
+        assert 0.7 * share < fitting.cache_bytes([fitting.needed_blocks]) < share
         assert fitting.context % 1024 == 0 and replace(fitting, context=131_072) == long
-    assert long.fitting(long.cache_bytes(10)).context == 9 * long.block_size, "less than 1,024 tokens: whole blocks"
-    for share in (0, long.block_bytes, long.cache_bytes(8)):
+    assert long.fitting(long.cache_bytes([10])).context == 9 * long.block_size, "less than 1,024 tokens: whole blocks"
+    for share in (0, long.block_bytes, long.cache_bytes([8])):
         assert long.fitting(share) is long, "less than 512 tokens: refused later, with numbers"
+
+
+def test_default_context_counts_windows_once_and_leaves_others_their_share() -> None:
+    """4,096 bytes a token and layer; 82 blocks of 29 layers are the windows of one sequence, 280 those of four."""
+    long = _windowed(context=131_072)
+    token, window = 5 * 4096, 29 * 4096 * 16
+    left = long.reserved_bytes + 3 * 2**30 // 2
+    fitting = long.fitting(left)
+    assert fitting.context == int(0.9 * 1.5 * 2**30 - 280 * window) // token // 1024 * 1024
+    assert long.fitting(left - 2**30 // 2).context == int(0.9 * 2**30 - 2**29) // token // 1024 * 1024, "at most half"
+    assert _windowed(context=131_072, max_running=1).fitting(left).context > fitting.context
+    contexts = [long.fitting(part << 24).context for part in range(20, 250)]
+    assert contexts == sorted(contexts) and contexts[-1] == 131_072, "more memory, no shorter context"
 
 
 def test_default_context_does_not_change_the_factors_of_a_longrope() -> None:
@@ -295,5 +371,5 @@ def test_default_context_does_not_change_the_factors_of_a_longrope() -> None:
     rope = Rope(kind="longrope", original_context=8192, **factors)
     alike = _cache_shape()
     long = replace(alike, context=131_072, shape=replace(alike.shape, layer_kinds=(LayerKind(rope=rope),)))
-    assert long.fitting(long.cache_bytes(16_384 // long.block_size)).context == 14_336
-    assert long.fitting(long.cache_bytes(8192 // long.block_size)) is long
+    assert long.fitting(long.cache_bytes([16_384 // long.block_size])).context == 14_336
+    assert long.fitting(long.cache_bytes([8192 // long.block_size])) is long

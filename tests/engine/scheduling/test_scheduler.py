@@ -18,7 +18,7 @@ from app.engine.sampling.sampled_token import SampledToken
 from app.engine.scheduling.batch_plan import BatchPlan, Chunk, StepResult
 from app.engine.scheduling.block_pool import BlockPool
 from app.engine.scheduling.prefix_cache import chain_hash, find_prefix, root_hash
-from app.engine.scheduling.scheduler import Scheduler, StepLimits, _add_prefill_chunks
+from app.engine.scheduling.scheduler import Scheduler, StepLimits
 from tests.support.engine.scheduler_simulation import SimulatedDevice, make_scheduler, step
 
 
@@ -111,7 +111,7 @@ def test_step_is_divided_equally_and_what_a_key_does_not_need_goes_to_the_others
     for number, (key, length) in enumerate(prompts):
         demand[key] += length
         scheduler.add(_request(f"{key}{number}", length, first=100 * number, cache_namespace=key))
-    assert _add_prefill_chunks(budget, scheduler.waiting, chunks) == min(budget, demand.total())
+    assert scheduler._add_prefill_chunks(budget, scheduler.waiting, chunks) == min(budget, demand.total())
     for chunk in chunks:
         got[chunk.sequence.request.cache_namespace] += chunk.stop - chunk.start
     assert all(got[key] <= demand[key] for key in demand)

@@ -18,7 +18,7 @@ from app.engine.execution.engine import Engine
 from app.engine.scheduling.batch_plan import BatchPlan, Chunk, StepResult
 from app.engine.scheduling.batch_plan import Sequence as EngineSequence
 from app.engine.scheduling.block_allocator import BlockAllocator
-from app.engine.scheduling.block_pool import BlockPool
+from app.engine.scheduling.block_pool import BlockPool, blocks_in_window
 from app.engine.scheduling.scheduler import Scheduler, StepLimits
 from app.engine.scheduling.steps_in_flight import StepsInFlight
 from tests.support.engine.delayed_runner import DelayedRunner, WatchedPool
@@ -59,13 +59,31 @@ class Faulty:
         return bool(sequence.request.grammar and self._lateness and self._lateness.random() < 0.2)
 
 
+class WatchedScheduler(Scheduler):
+    """Counts what few blocks of a group with a window lead to."""
+
+    def __init__(self, counts: Counter[str], limits: StepLimits, *pools: BlockPool) -> None:
+        super().__init__(limits, *pools)
+        self._counts = counts
+
+    def plan(self) -> BatchPlan:
+        self._counts["overdrawn"] += self._allocator.is_overdrawn
+        return super().plan()
+
+    def _add_chunk(self, sequence: EngineSequence, budget: int, chunks: list[Chunk]) -> int:
+        pending, cost = sequence.num_pending, super()._add_chunk(sequence, budget, chunks)
+        self._counts["cut chunks"] += cost < min(pending, budget)
+        return cost
+
+
 class Simulation:
     """An engine on a simulated device, and what its clients received."""
 
     def __init__(
-        self, *requests: Request, limits: StepLimits = LIMITS, blocks: int = 64, block_size: int = 4,
+        self, *requests: Request, limits: StepLimits = LIMITS, blocks: Sequence[int] = (64,), block_size: int = 4,
         is_ahead: bool = True, lateness: random.Random | None = None, windows: Windows = (None,),
     ) -> None:  # fmt: skip
+        """blocks: of each cache group."""
         self.windows = windows
         self.limits, self._size, self._is_ahead, self._lateness = limits, (blocks, block_size), is_ahead, lateness
         self.requests: list[Request] = []
@@ -127,7 +145,7 @@ class Simulation:
     def check_the_end(self) -> None:
         """Outputs equal those without concurrency, at most one row was wasted, and no block is in use."""
         assert not self.engine.has_work, "the schedule does not end"
-        assert [pool.active for pool in self.engine.scheduler.pools] == [0] * len(self.windows)
+        assert [(pool.active, pool.set_aside) for pool in self.engine.scheduler.pools] == [(0, 0)] * len(self.windows)
         assert set(self.started.values()) <= {1}
         for request in self.requests:
             name, expected = request.id, expected_output(request, self.windows)
@@ -163,10 +181,11 @@ class Simulation:
 
     def _start(self) -> None:
         blocks, block_size = self._size
-        pools = [WatchedPool(blocks, block_size, window=window) for window in self.windows]
+        sizes = zip(blocks, self.windows, strict=True)
+        pools = [WatchedPool(count, block_size, window=window) for count, window in sizes]
         self.faulty = Faulty(block_size, self._lateness, self.windows)
         self.device = DelayedRunner(self.faulty, *pools)
-        scheduler, ahead = Scheduler(self.limits, *pools), self.device if self._is_ahead else None
+        scheduler, ahead = WatchedScheduler(self.counts, self.limits, *pools), self.device if self._is_ahead else None
         self.engine = Engine(scheduler, self.device, ahead, masks=self.faulty if self._lateness else None)
         self.started: Counter[str] = Counter()
 
@@ -190,13 +209,14 @@ def _simulate(rng: random.Random, windows: Windows) -> Counter[str]:
         tokens_per_step=running + rng.randint(0, 12),
         max_running=running,
         prompt_tokens_with_decodes=rng.choice([None, 1, 3]),
+        max_preemptions=rng.choice([4, 1]) if len(windows) > 1 else 4,
     )
     requests = _random_requests(rng, longest, [rng.randrange(1, VOCAB) for _ in range(rng.randint(0, 12))])
     if rng.random() < 0.4:
         requests = [msgspec.structs.replace(request, prompt_logprobs=None) for request in requests]
     simulation = Simulation(
         limits=limits,
-        blocks=-(-longest // block_size) + rng.randint(0, 12),
+        blocks=_random_sizes(rng, windows, longest, block_size),
         block_size=block_size,
         is_ahead=rng.random() < 0.4,
         lateness=rng if rng.random() < 0.5 else None,
@@ -224,6 +244,17 @@ def _simulate(rng: random.Random, windows: Windows) -> Counter[str]:
             break
     simulation.check_the_end()
     return simulation.counts
+
+
+def _random_sizes(rng: random.Random, windows: Windows, longest: int, block_size: int) -> list[int]:
+    """Blocks of each group: for one sequence of `longest` tokens or somewhat more, or in a window for its claim."""
+    most = -(-longest // block_size) + rng.randint(0, 12)
+    sizes = [most] * len(windows)
+    for group, window in enumerate(windows):
+        if window is not None and len(windows) > 1 and rng.random() < 0.8:
+            least = min(-(-longest // block_size), blocks_in_window(window, block_size))
+            sizes[group] = min(most, least + rng.choice([0, 0, 1, 3, rng.randint(0, 12)]))
+    return sizes
 
 
 def _simulate_many(count: int, *, seed: int = 0, windows: Windows = (None,)) -> Counter[str]:
@@ -276,13 +307,17 @@ def test_every_schedule_gives_every_request_the_output_it_gets_alone(part: int) 
     assert counts["wasted"] > 20, "the simulation was meant to end sequences that are in flight"
 
 
-@pytest.mark.parametrize("windows", [(9,), (None, 3), (7, None, 2)], ids=str)
+@pytest.mark.parametrize("windows", [(9,), (None, 3), (7, None, 2), (9, 3), (None, 5, None)], ids=str)
 def test_every_schedule_is_right_with_windows_and_cache_groups(windows: Windows) -> None:
-    """1,200 schedules in which blocks that a window has passed go to other sequences."""
+    """2,000 schedules: blocks that a window has passed go to other sequences; groups have few blocks or many."""
     counts = _simulate_many(400, seed=5000, windows=windows)
     assert counts["preemptions"] > 20, "the simulation was meant to run out of blocks"
     assert counts["null blocks"] > 2000, "windows were meant to pass blocks"
     assert counts["launched"] > 300, "the engine was meant to be ahead"
+    if len(windows) > 1:
+        assert counts["cut chunks"] > 1000, "groups were meant to have too few blocks for a chunk"
+        assert counts["overdrawn"] > 0, "shared blocks were meant to leave fewer than are set aside"
+        assert counts["preempted as often as allowed"] > 10
 
 
 def _release_one_more(self: BlockAllocator, sequence: EngineSequence, position: int) -> None:
@@ -294,6 +329,10 @@ RELEASE_BEFORE = BlockAllocator.release_before
 
 def _take_null_blocks(self: BlockAllocator, leader: EngineSequence) -> list[list[int]]:
     return [blocks[: (leader.n_prompt - 1) // self.pools[0].block_size].tolist() for blocks in leader.blocks]
+
+
+def _append_without_claim(self: BlockAllocator, sequence: EngineSequence, group: int, count: int) -> None:
+    sequence.blocks[group].extend(self._allocate(group, count))
 
 
 @pytest.mark.parametrize(
@@ -314,6 +353,26 @@ def test_simulation_detects_a_planted_bug_of_windows(
     monkeypatch.setattr(f"app.engine.scheduling.{name}", planted)
     with pytest.raises((AssertionError, KeyError, IndexError)):
         _simulate_many(500, windows=(None, 3))
+
+
+@pytest.mark.parametrize(
+    ("name", "planted"),
+    [
+        ("_unmet", lambda _self, _sequence, _group: 0),
+        ("_append", _append_without_claim),
+        ("is_overdrawn", False),
+        ("_has_claim", lambda *_: True),
+        ("allocate_chunk", lambda _self, _sequence, _start, stop: stop),
+    ],
+    ids=["nothing set aside", "set aside for ever", "no preemption for it", "admitted without it", "no blocks"],
+)
+def test_simulation_detects_a_planted_bug_of_claims(
+    name: str, planted: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Positive control. A ValueError: a sequence was preempted that the plan had already."""
+    monkeypatch.setattr(BlockAllocator, name, planted)
+    with pytest.raises((AssertionError, KeyError, IndexError, ValueError)):
+        _simulate_many(700, windows=(9, 3))
 
 
 def _release_and_forget(self: BlockPool, blocks: list[int]) -> None:
@@ -424,7 +483,7 @@ def test_fork_of_a_leader_during_a_write_copies_nothing() -> None:
 
 
 def test_writes_of_a_cancelled_requests_last_row_are_cleared() -> None:
-    simulation = Simulation(_request("a"), _request("gone", 6, first=20), blocks=6)
+    simulation = Simulation(_request("a"), _request("gone", 6, first=20), blocks=(6,))
     simulation.step()
     simulation.faulty.bad = "gone"
     simulation.cancel("gone")

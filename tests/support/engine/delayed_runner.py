@@ -123,6 +123,6 @@ def _reads_drawn(chunk: Chunk) -> bool:
 def _copy(chunk: Chunk) -> Chunk:
     """The chunk with a copy of its sequence."""
     now = chunk.sequence
-    then = Sequence(request=now.request, tokens=now.tokens[:], arrival=now.arrival)
+    then = Sequence(request=now.request, tokens=now.tokens[:], arrival=now.arrival, num_scored=now.num_scored)
     then.blocks = tuple(blocks[:] for blocks in now.blocks)
     return Chunk(then, chunk.start, chunk.stop, chunk.drafts)

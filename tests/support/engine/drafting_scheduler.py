@@ -19,9 +19,10 @@ class DraftingScheduler(Scheduler):
     def _pair(self, chunk: Chunk) -> Chunk:
         sequence = chunk.sequence
         if chunk.stop >= sequence.capacity:
-            if not self._allocator.available:
+            sequence.ahead += 1  # as if the chunk were in flight
+            if has_blocks := self._allocator.can_extend((sequence,)):
+                self._allocator.extend(sequence)
+            sequence.ahead -= 1
+            if not has_blocks:
                 return chunk
-            for group, blocks in enumerate(sequence.blocks):
-                blocks.extend(self._allocator._allocate(group, 1))
-            sequence.capacity += self.pool.block_size
         return Chunk(sequence, chunk.start, chunk.stop + 1, (self.guess(sequence),))

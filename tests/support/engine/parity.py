@@ -14,7 +14,7 @@ from app.engine.scheduling.scheduler import Scheduler, StepLimits
 from model.nn.transformer import Decoder
 from tests.support.engine.delayed_runner import DelayedRunner, WatchedPool
 from tests.support.engine.mixed_requests import Outcome, serve
-from tests.support.model.tiny_models import block_pools, tiny_engine
+from tests.support.model.tiny_models import block_pools, least_counts, tiny_engine
 
 
 def alone(
@@ -35,6 +35,7 @@ def expect_parity(
 ) -> dict[str, Outcome]:
     """Checks parity, also with only `tight` blocks, which must cause preemptions unless all layers have windows.
 
+    If layers differ in their windows, also with the fewest blocks that the windows of one sequence and of two need.
     Returns the outcomes.
     """
     expected, engine = alone(decoder, requests, guides), partial(tiny_engine, decoder, blocks=400)
@@ -44,13 +45,20 @@ def expect_parity(
     assert serve(roomy, requests) == expected, "cached"
     assert serve(engine(guides=guides(), tokens_per_step=7, max_running=4), requests) == expected, "chunked"
     assert serve(small, requests) == expected, "preempted"
+    if len(engine().scheduler.pools) > 1:
+        for blocks, sequences in ((400, 1), (tight, 2)):
+            counts = least_counts(decoder.config, blocks, 16, sequences=sequences)
+            narrow = engine(guides=guides(), blocks=counts, tokens_per_step=97)
+            assert serve(narrow, requests) == expected, f"blocks for {sequences} windows"
+            assert serve(narrow, requests) == expected, f"blocks for {sequences} windows, cached"
     frees_blocks = None not in decoder.config.windows
     assert small.scheduler.preemptions > 0 or frees_blocks, "the cache must be too small"
     again = [_resubmitted(request, expected[request.id]) for request in requests]
     rest = {r.id: Outcome(expected[r.id].events[len(r.generated) :], expected[r.id].scores[r.scored :]) for r in again}
     assert serve(roomy, again) == rest, "resubmitted"
-    pools, masks = block_pools(decoder.config, 400, 16, pool_type=WatchedPool), guides()
-    device = DelayedRunner(engine(max_running=16, guides=masks).runner, *pools)
+    counts, masks = least_counts(decoder.config, 400, 16, sequences=12), guides()
+    pools = block_pools(decoder.config, counts, 16, pool_type=WatchedPool)
+    device = DelayedRunner(engine(max_running=16, guides=masks, blocks=counts).runner, *pools)
     ahead = Engine(Scheduler(StepLimits(tokens_per_step=64, max_running=16), *pools), device, device, masks=masks)
     assert serve(ahead, requests) == expected, "one step ahead"
     assert device.n_launched > 5 or any(r.grammar for r in requests), "the engine must run ahead"

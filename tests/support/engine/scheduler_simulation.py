@@ -6,6 +6,8 @@ sees in each cache group what the group's window lets it see.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
+
 from app.common.types import FinishReason, Request, SampledEvent, StepReport, TokenScore
 from app.engine.sampling.sampled_token import MASK_NOT_READY, SampledToken
 from app.engine.scheduling.batch_plan import BatchPlan, Chunk, Sequence, StepResult
@@ -155,10 +157,19 @@ class Delivered:
 
 
 def make_scheduler(
-    blocks: int, block_size: int, budget: int, running: int, *, beside: int | None = None, windows: Windows = (None,)
+    blocks: int | Items[int],
+    block_size: int,
+    budget: int,
+    running: int,
+    *,
+    beside: int | None = None,
+    windows: Windows = (None,),
 ) -> Scheduler:
+    """blocks: of each cache group, or of all."""
     limits = StepLimits(tokens_per_step=budget, max_running=running, prompt_tokens_with_decodes=beside)
-    return Scheduler(limits, *(BlockPool(blocks, block_size, window=window) for window in windows))
+    counts = [blocks] * len(windows) if isinstance(blocks, int) else blocks
+    sizes = zip(counts, windows, strict=True)
+    return Scheduler(limits, *(BlockPool(count, block_size, window=window) for count, window in sizes))
 
 
 def expected_output(request: Request, windows: Windows = (None,)) -> Delivered:

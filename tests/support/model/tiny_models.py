@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
 from contextvars import ContextVar
 from ctypes import CDLL
 from functools import cache
@@ -21,10 +22,10 @@ from app.engine.execution.engine import Engine
 from app.engine.execution.runner import Runner, StepExecutor
 from app.engine.execution.torch_executor import TorchExecutor
 from app.engine.guided.grammar_tracker import GrammarTracker
-from app.engine.memory.cache_groups import cache_groups
+from app.engine.memory.cache_groups import block_counts, cache_groups
 from app.engine.quantization.quantized_weights import round_weights
 from app.engine.sampling.sampler import TorchSampler
-from app.engine.scheduling.block_pool import BlockPool
+from app.engine.scheduling.block_pool import BlockPool, blocks_in_window
 from app.engine.scheduling.scheduler import Scheduler, StepLimits
 from benchmarks.shapes import parameter_reader
 from model.cache_formats import KvCache
@@ -102,13 +103,16 @@ def tiny_weights(directory: Path, **changes: Any) -> Path:
 def tiny_engine(
     decoder: Decoder,
     *,
-    blocks: int = 64,
+    blocks: int | Items[int] = 64,
     block_size: int = 16,
     tokens_per_step: int = 128,
     max_running: int = 32,
     guides: GrammarTracker | None = None,
 ) -> Engine:
-    """An engine around `decoder` in this process, with the backend of the fixture `way`."""
+    """An engine around `decoder` in this process, with the backend of the fixture `way`.
+
+    blocks: see block_counts().
+    """
     limits = StepLimits(tokens_per_step=tokens_per_step, max_running=max_running)
     scheduler = Scheduler(limits, *block_pools(decoder.config, blocks, block_size))
     if WAY.get() != "torch" and can_be_native(decoder):
@@ -130,10 +134,21 @@ PoolType = TypeVar("PoolType", bound=BlockPool)
 
 
 def block_pools(
-    config: ModelConfig, blocks: int, block_size: int, *, pool_type: type[PoolType] = BlockPool
+    config: ModelConfig, blocks: int | Items[int], block_size: int, *, pool_type: type[PoolType] = BlockPool
 ) -> list[PoolType]:
-    """A pool for each cache group of a decoder."""
-    return [pool_type(blocks, block_size, window=group.window) for group in cache_groups(config, "float32")]
+    """A pool for each cache group of a decoder. blocks: see block_counts()."""
+    groups = cache_groups(config, "float32")
+    sizes = zip(block_counts(blocks, groups), groups, strict=True)
+    return [pool_type(count, block_size, window=group.window) for count, group in sizes]
+
+
+def least_counts(config: ModelConfig, blocks: int, block_size: int, *, sequences: int = 1) -> list[int]:
+    """Numbers of blocks for block_pools(): `blocks`, and for windows beside other layers the claims of sequences."""
+    windows = [group.window for group in cache_groups(config, "float32")]
+    return [
+        blocks if window is None or len(windows) == 1 else min(blocks, sequences * blocks_in_window(window, block_size))
+        for window in windows
+    ]
 
 
 def can_be_native(decoder: Decoder) -> bool:
@@ -148,7 +163,12 @@ def round_weights_for(way: str, decoder: Decoder) -> None:
 
 
 def native_executor(
-    decoder: Decoder, blocks: int, *, quantize: Quantize = "none", kv_cache: KvCache = "auto", threads: int = 2
+    decoder: Decoder,
+    blocks: int | Items[int],
+    *,
+    quantize: Quantize = "none",
+    kv_cache: KvCache = "auto",
+    threads: int = 2,
 ) -> NativeExecutor:
     """Runs `decoder` in the kernels of this machine."""
     pool = ThreadPool(kernels(), threads)
