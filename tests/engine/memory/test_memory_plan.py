@@ -69,8 +69,15 @@ class FakeGpu:
 def _cache_shape(**changes: Any) -> CacheShape:
     sizes: dict[str, Any] = {"vocab_size": 8, "width": 64, "n_layers": 4, "n_heads": 2, "n_kv_heads": 2}
     shape = tiny_config(**{**sizes, "head_dim": 64, "context": 1024})
-    given = {"context": 1024, "block_size": 64, "max_running": 4, "dtype": "bfloat16", "tokens_per_step": 256}
-    return CacheShape(shape=shape, **{**given, **changes})
+    given = {
+        "shape": shape,
+        "context": 1024,
+        "block_size": 64,
+        "max_running": 4,
+        "dtype": "bfloat16",
+        "tokens_per_step": 256,
+    }
+    return CacheShape(**{**given, **changes})
 
 
 def test_cache_gets_the_rest_of_the_share_and_other_processes_reduce_it_only_beyond_theirs() -> None:
@@ -311,7 +318,7 @@ def test_int8_cache_holds_almost_twice_the_sequences_in_the_same_memory(head_dim
     plain = replace(alike, shape=replace(alike.shape, head_dim=head_dim))
     coded = replace(plain, kv_cache="int8")
     assert coded.block_bytes == 16 * 4 * 2 * 2 * (head_dim + 2), "each key and each value has a scale of two bytes"
-    sequences = [shape.blocks(0, free) // shape.needed_blocks for shape in (plain, coded)]
+    sequences = [shape.blocks(0, free)[0] // shape.needed_blocks for shape in (plain, coded)]
     assert least < sequences[1] / sequences[0] < 2
 
 
@@ -321,13 +328,13 @@ def test_int8_cache_allocates_the_bytes_of_the_plan(dtype: str) -> None:
     """In both executors, of a model with two groups; the kernels pad heads to whole vectors."""
     shape = tiny_config(head_dim=20, layer_kinds=(LayerKind(window=40), LayerKind()), layer_types=(0, 1))
     decoder = tiny_decoder(shape, dtype=getattr(torch, dtype))
-    plan = CacheShape(shape=shape, context=256, block_size=16, max_running=1, dtype=dtype, kv_cache="int8")
+    plan = _cache_shape(shape=shape, context=256, block_size=16, dtype=dtype, kv_cache="int8")
     executor = TorchExecutor(decoder, blocks=9, block_size=16, kv_cache="int8")
     caches = [cache for cache in executor._caches if isinstance(cache, Int8KVCache)]
-    assert sum(cache.data.nbytes + cache.scales.nbytes for cache in caches) == plan.cache_bytes(9)
+    assert sum(cache.data.nbytes + cache.scales.nbytes for cache in caches) == plan.cache_bytes([9, 9])
     padded = replace(plan, shape=replace(shape, head_dim=32))
     native = native_executor(decoder, 9, kv_cache="int8")
-    assert sum(cache.nbytes for cache in native._caches) == padded.cache_bytes(9)
+    assert sum(cache.nbytes for cache in native._caches) == padded.cache_bytes([9, 9])
 
 
 def test_memory_plan_names_cache_groups_if_there_are_several() -> None:
@@ -351,6 +358,15 @@ def test_default_context_is_the_longest_whose_cache_fits() -> None:
     assert long.fitting(long.cache_bytes([10])).context == 9 * long.block_size, "less than 1,024 tokens: whole blocks"
     for share in (0, long.block_bytes, long.cache_bytes([8])):
         assert long.fitting(share) is long, "less than 512 tokens: refused later, with numbers"
+
+
+def test_default_context_is_no_longer_than_the_requested_blocks() -> None:
+    long = replace(_cache_shape(), context=131_072)
+    size, plenty = long.block_size, 10**15
+    assert long.fitting(plenty, requested=100).context == 100 * size
+    assert long.fitting(plenty, requested=long.needed_blocks) is long
+    assert long.fitting(long.cache_bytes([640]), requested=2000) == long.fitting(long.cache_bytes([640]))
+    assert long.fitting(plenty, requested=512 // size - 1) is long, "less than 512 tokens: refused later, with numbers"
 
 
 def test_default_context_counts_windows_once_and_leaves_others_their_share() -> None:
