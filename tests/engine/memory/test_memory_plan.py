@@ -77,7 +77,7 @@ def _cache_shape(**changes: Any) -> CacheShape:
         "dtype": "bfloat16",
         "tokens_per_step": 256,
     }
-    return CacheShape(**{**given, **changes})
+    return CacheShape(**{"shape": shape, **given, **changes})
 
 
 def test_cache_gets_the_rest_of_the_share_and_other_processes_reduce_it_only_beyond_theirs() -> None:

@@ -179,7 +179,7 @@ INK_INLINE void multiply_values(const InkShape& h, const Blocks<C>& blocks, cons
     Floats sums[R][P] = {};
     for (int b = 0; b < n_blocks; b++) {
         const auto at = [&](int block) { return blocks.value(first + block) + long(column) * (C::kBytes / kLanes); };
-        const char *from = at(b), *next = at(std::min(b + (R > 2 ? 2 : 4), n_blocks - 1));
+        const char *from = at(b), *next = at(std::min(b + (R > 3 ? 2 : 4), n_blocks - 1));
         for (int s = 0; s < kBlock / W::kStep; s++) {
             typename W::Operand v[P];
             for (int i = 0; i < P; i++) {
