@@ -30,6 +30,16 @@ constexpr int kMostRows = 12, kFewRows = 6;
 constexpr int kMostRows = 3, kFewRows = 1;
 #endif
 
+// Up to so many rows take one panel after the other, as do more than kFewRows: one stream of memory is faster than two
+// (PERFORMANCE.md). Those in between take two panels at once, which share the time that splitting pairs of x takes.
+#if defined(__AVX512F__) && !defined(__AVX512BF16__)
+template <class W>
+constexpr int kRowsBoundByReading = W::kStep > 1 ? W::kBytes / 32 : kFewRows;
+#else
+template <class W>
+constexpr int kRowsBoundByReading = kFewRows;
+#endif
+
 // R rows by P panels. The accumulators are in registers, since nothing else has their address.
 template <class W, int R, int P>
 INK_INLINE void multiply(const typename W::Number* x, long stride, const char* panel, long panel_bytes, int steps,
@@ -80,9 +90,10 @@ void product(const typename W::Number* x, long stride, int first, int last, cons
         epilogue(row, R, panel, P, sums);
     };
     const int rows = last - first, tiles = (rows + kMostRows - 1) / kMostRows;
-    if (rows <= kFewRows)
-        for (; panel + 1 < end; panel += 2)
-            with_constant<kFewRows>(rows, [&](auto r) { tile(first, r, std::integral_constant<int, 2>()); });
+    if constexpr (kRowsBoundByReading<W> < kFewRows)
+        if (rows > kRowsBoundByReading<W> && rows <= kFewRows)
+            for (; panel + 1 < end; panel += 2)
+                with_constant<kFewRows>(rows, [&](auto r) { tile(first, r, std::integral_constant<int, 2>()); });
     for (; panel < end; panel++)
         for (int t = 0; t < tiles; t++) {
             const int from = first + rows * t / tiles, to = first + rows * (t + 1) / tiles;
