@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from model.checkpoint.model_summary import memory_lines, shape_lines
 from model.decoder_program import decoder_program
 from model.nn.transformer import Decoder
-from model.parameter_shapes import count_parameters, parameter_shapes
-from tests.support.model.tiny_models import tiny_config
+from model.parameter_shapes import count_active_parameters, count_parameters, parameter_shapes
+from tests.support.model.tiny_models import mixture_config, tiny_config
 
 KINDS: list[dict[str, Any]] = [
     {},
@@ -32,3 +34,17 @@ def test_parameter_shapes_and_operations_match_the_decoder(kind: dict[str, Any])
     assert count_parameters(config) == decoder.n_params
     modules = dict(decoder.named_modules())
     assert {operation.module for operation in decoder_program(config)} <= modules.keys()
+
+
+def test_active_parameters_are_those_without_the_experts_that_a_token_does_not_choose() -> None:
+    config = mixture_config(bias=True, shared_width=8)
+    assert config.experts
+    of_one = sum(each[0].numel() for name, each in Decoder(config).state_dict().items() if ".mlp.experts." in name)
+    assert count_parameters(config) - count_active_parameters(config) == 9 * of_one > 0
+    assert dict(memory_lines(config, count_parameters(config)))["parameters"].endswith(" active for a token")
+    whole = replace(config, experts=replace(config.experts, chosen=12))
+    assert count_active_parameters(whole) == count_parameters(whole)
+    assert count_active_parameters(tiny_config()) == count_parameters(tiny_config())
+    described = dict(shape_lines(config))
+    assert described["feed-forward"] == "3 of 12 experts of 24, 8 that all tokens share, weights by softmax"
+    assert described["layers"].endswith(", experts") and "experts" not in described["switches"]

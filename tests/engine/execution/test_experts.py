@@ -10,19 +10,14 @@ from torch import Tensor
 
 from app.common.types import Request, SamplingParams
 from app.engine.quantization.quantized_weights import round_weights
-from model.config import Experts, ExpertScore, LayerKind, ModelConfig, Rope
+from model.config import ExpertScore
 from model.nn.feed_forward import MixtureOfExperts, RoutedExperts, Routes
 from model.nn.transformer import Decoder
 from model.weight_formats import WeightFormat
-from tests.support.model.tiny_models import run_all, tiny_config, tiny_decoder, tiny_engine
+from tests.support.model.tiny_models import mixture_config, run_all, tiny_decoder, tiny_engine
 
 SCORES: tuple[ExpertScore, ...] = get_args(ExpertScore)
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def _config(score: ExpertScore = "softmax", **changes: Any) -> ModelConfig:
-    experts = Experts(**{"count": 12, "chosen": 3, "width": 24, "score": score, **changes})
-    return tiny_config(layer_kinds=(LayerKind(rope=Rope(), mlp="experts"),), mlp_width=0, experts=experts)
 
 
 def _mixture(decoder: Decoder) -> MixtureOfExperts:
@@ -50,7 +45,7 @@ def test_experts_that_no_row_has_chosen_are_not_read(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(RoutedExperts, "_of_one", recorded)
     monkeypatch.setattr(MixtureOfExperts, "route", routed)
-    decoder = tiny_decoder(_config())
+    decoder = tiny_decoder(mixture_config())
     request = Request(id="r", prompt=(5,), max_tokens=1, params=SamplingParams(temperature=0))
     run_all(tiny_engine(decoder), [request])
     assert read == chosen and 3 <= len(chosen) <= 6, "of two layers"
@@ -61,7 +56,7 @@ def test_experts_that_no_row_has_chosen_are_not_read(monkeypatch: pytest.MonkeyP
 def test_the_largest_scores_are_chosen_and_weigh_what_the_configuration_says(score: ExpertScore) -> None:
     is_of_chosen = score == "softmax_of_chosen"
     switches = {"normalized": not is_of_chosen, "choice_bias": not is_of_chosen}
-    mixture = _mixture(tiny_decoder(_config(score, factor=2.5, router_bias=True, **switches)))
+    mixture = _mixture(tiny_decoder(mixture_config(score=score, factor=2.5, router_bias=True, **switches)))
     x_TD = _rows(9)
     logits_TE = torch.nn.functional.linear(x_TD, mixture.router.weight, mixture.router.bias).double()
     for logits_E, ids_C, weights_C in zip(logits_TE, *mixture.route(x_TD), strict=True):
@@ -74,7 +69,7 @@ def test_the_largest_scores_are_chosen_and_weigh_what_the_configuration_says(sco
 
 @pytest.mark.parametrize("score", SCORES)
 def test_of_equal_scores_the_first_experts_are_chosen(score: ExpertScore) -> None:
-    mixture = _mixture(tiny_decoder(_config(score, chosen=5)))
+    mixture = _mixture(tiny_decoder(mixture_config(score=score, chosen=5)))
     mixture.router.weight.zero_()
     assert mixture.route(_rows(40)).ids_TC.tolist() == [[0, 1, 2, 3, 4]] * 40
 
@@ -88,7 +83,7 @@ def test_a_row_has_the_same_bits_at_every_place_of_every_batch(
 ) -> None:
     torch.set_num_threads(threads)
     normalized = score != "softmax_of_chosen"
-    config = _config(score, count=67, chosen=9, width=33, normalized=normalized, bias=True)
+    config = mixture_config(score=score, count=67, chosen=9, width=33, normalized=normalized, bias=True)
     mixture, x_TD = _mixture(tiny_decoder(config, dtype=dtype)), _rows(150, dtype)
 
     def computed(rows_TD: Tensor) -> tuple[Tensor, Tensor]:
@@ -104,7 +99,7 @@ def test_a_row_has_the_same_bits_at_every_place_of_every_batch(
 
 @torch.inference_mode()
 def test_experts_add_up_in_float32_in_the_order_of_their_ids() -> None:
-    mixture, x_TD = _mixture(tiny_decoder(_config(bias=True), dtype=torch.bfloat16)), _rows(5, torch.bfloat16)
+    mixture, x_TD = _mixture(tiny_decoder(mixture_config(bias=True), dtype=torch.bfloat16)), _rows(5, torch.bfloat16)
     routes, experts = mixture.route(x_TD), mixture.experts
     assert routes.weights_TC.dtype == torch.float32
     for row, found_D in enumerate(experts(x_TD, routes)):
@@ -115,7 +110,7 @@ def test_experts_add_up_in_float32_in_the_order_of_their_ids() -> None:
 
 
 def test_int8_gives_each_row_of_an_expert_a_scale_and_leaves_the_router() -> None:
-    decoder, rounded = tiny_decoder(_config(shared_width=8)), tiny_decoder(_config(shared_width=8))
+    decoder, rounded = tiny_decoder(mixture_config(shared_width=8)), tiny_decoder(mixture_config(shared_width=8))
     round_weights(rounded, WeightFormat(kind="int8"))
     before, after = _mixture(decoder), _mixture(rounded)
     assert torch.equal(before.router.weight, after.router.weight)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from app.engine.gpu.format_support import check_quantize
+from app.engine.gpu.format_support import check_quantize, describe_unsupported
+from model.config import ModelConfig
+from tests.support.model.tiny_models import mixture_config, tiny_config
 
 
 @pytest.mark.parametrize(
@@ -37,3 +39,18 @@ def test_fp8_is_refused_where_unsupported(
     check_quantize("int8", device, dtype, capability, version)
     with pytest.raises(ValueError, match=reason):
         check_quantize("fp8", device, dtype, capability, version)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (tiny_config(), None),
+        (tiny_config(sinks=True), "attention sinks"),
+        (tiny_config(activation="swiglu_clamped"), "the activation swiglu_clamped"),
+        (tiny_config(n_encoder_layers=1), "an encoder"),
+        (mixture_config(), "experts"),
+    ],
+)
+def test_models_that_tritons_kernels_do_not_compute_are_named(config: ModelConfig, words: str | None) -> None:
+    wanted = words and f"the model has {words}, which Triton's kernels do not compute"
+    assert describe_unsupported(config) == wanted

@@ -28,7 +28,7 @@ from model.nn.reference import logits
 from model.nn.transformer import Decoder
 from model.weight_formats import KINDS, QUANTIZE, WeightFormat
 from tests.support.gpu.kernel_backends import DEVICE, needs_triton
-from tests.support.model.tiny_models import tiny_config, tiny_decoder, tiny_engine
+from tests.support.model.tiny_models import mixture_config, tiny_config, tiny_decoder, tiny_engine
 
 TRITON = "app.engine.gpu.kernels.triton.quantized_products"
 PROMPT = [(7 * i) % 319 + 1 for i in range(40)]
@@ -190,7 +190,7 @@ def _quantized(shape: ModelConfig, kind: str, dtype: torch.dtype = torch.float32
     return decoder
 
 
-@pytest.mark.parametrize("shape", [tiny_config(), UNTIED, tiny_config(n_encoder_layers=1)])
+@pytest.mark.parametrize("shape", [tiny_config(), UNTIED, tiny_config(n_encoder_layers=1), mixture_config()])
 def test_int8_decoder_equals_one_with_rounded_weights(shape: ModelConfig) -> None:
     rounded = tiny_decoder(shape)
     embedding = rounded.embedding

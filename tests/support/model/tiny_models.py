@@ -32,7 +32,7 @@ from model.cache_formats import KvCache
 from model.checkpoint.checkpoint import weights_files
 from model.checkpoint.golden import GOLDEN_FILE
 from model.checkpoint.golden_export import golden_file
-from model.config import LayerKind, ModelConfig, Rope
+from model.config import Experts, LayerKind, ModelConfig, Rope
 from model.files import write_files
 from model.nn.transformer import Decoder
 from model.tokenizer.tokenizer import Tokenizer
@@ -66,6 +66,12 @@ def tiny_config(*, window: int | None = None, rope: Rope | None = ROPE, **change
     changes = {"layer_kinds": (LayerKind(window=window, rope=rope),)} | changes
     shape = {"vocab_size": VOCAB, "width": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 16}
     return ModelConfig(**{**shape, "mlp_width": 176, "context": 256, **changes})
+
+
+def mixture_config(**changes: Any) -> ModelConfig:
+    """tiny_config() with experts in every layer: 3 of 12 with 24 hidden numbers; `changes` are of Experts."""
+    experts = Experts(**{"count": 12, "chosen": 3, "width": 24, **changes})
+    return tiny_config(layer_kinds=(LayerKind(rope=ROPE, mlp="experts"),), mlp_width=0, experts=experts)
 
 
 def tiny_decoder(config: ModelConfig | None = None, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Decoder:
