@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from app.common import weights_store
 from app.common.ipc import WorkerConfig
 from app.common.startup_timer import LOADING_WEIGHTS, PHASES, PROVING, WARMING_UP
+from app.common.types import Request
 from app.engine import startup, torch_backends
 from app.engine.cpu.toolchain.builder import find_or_build
 from app.engine.memory import memory_plan
@@ -25,13 +26,14 @@ from app.engine.startup import build_engine
 from app.engine.torch_backends import TorchBackend
 from app.engine.worker_loop import EngineStartError
 from model.checkpoint.config_file import load_config
+from model.config import LayerKind, Rope
 from model.files import sha256
 from model.parameter_shapes import count_parameters
 from model.positions import rope_table
 from model.weight_formats import KINDS
 from tests.engine.memory.test_device_errors import accelerator_error
 from tests.support import ROOT
-from tests.support.model.tiny_models import CPU_QUANTIZE, tiny_weights
+from tests.support.model.tiny_models import CPU_QUANTIZE, run_all, tiny_weights
 
 
 def _config(directory: Path, **changes: Any) -> WorkerConfig:
@@ -156,6 +158,35 @@ def test_memory_plan_has_room_for_the_default_context(
         for module in (memory_plan, startup):
             monkeypatch.setattr(module, "free_memory", lambda free=free: free)
         assert build_engine(config).ready.context >= tokens // 2
+
+
+def test_long_context_of_a_model_with_windows_takes_the_cache_of_its_other_layers(
+    tmp_path: Path, native_library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers and cache as Gemma 3 4B, in all other sizes tiny: 4.25 GiB for 32,768 tokens when groups were equal."""
+    kinds = LayerKind(window=1024, rope=Rope()), LayerKind(rope=Rope())
+    sizes = {"n_layers": 34, "n_heads": 4, "n_kv_heads": 4, "head_dim": 256, "width": 32, "mlp_width": 32}
+    types = tuple(int(layer % 6 == 5) for layer in range(34))
+    changes = {
+        "kernels": "native",
+        "library": str(native_library),
+        "dtype": "bfloat16",
+        "max_running": 1,
+        "tokens_per_step": 256,
+    }
+    config = _config(tmp_path, **changes)
+    weights = tiny_weights(tmp_path / "long", context=32_768, layer_kinds=kinds, layer_types=types, **sizes)
+    for module in (memory_plan, startup):
+        monkeypatch.setattr(module, "free_memory", lambda: 4 << 30)
+    built = build_engine(replace(config, weights=str(weights)))
+    engine = built.engine
+    assert built.ready.context == 32_768 and built.ready.blocks_total == 2048
+    caches = engine.runner.executor._caches  # type: ignore[attr-defined]
+    assert built.ready.cache_bytes == sum(cache.nbytes for cache in caches) < 0.8 * 2**30
+    prompt = tuple(1 + i % 300 for i in range(1500))
+    (events,) = run_all(engine, [Request(id="r", prompt=prompt, max_tokens=20)]).values()
+    assert len(events) == 20 and not engine.scheduler.preemptions
+    assert engine.scheduler.pools[0].total == 82, "and 94 blocks of tokens went through them"
 
 
 def test_tables_of_positions_are_for_the_served_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,7 @@ class BlockAllocator:
         """pools: one for each cache group, with blocks of one size."""
         self.pools = pools
         self.largest = max(pools, key=lambda pool: pool.total)
+        self._others = [pool for pool in pools if pool is not self.largest]
         self._pool = pools[0]
         self._size = pools[0].block_size
         self._windowed = [(group, pool) for group, pool in enumerate(pools) if pool.window is not None]
@@ -69,17 +70,18 @@ class BlockAllocator:
 
         In blocks of the largest group: 10 of 20 blocks count as 50 if that has 100.
         """
-        total = self.largest.total
-        active = self.largest.active
-        for pool in self.pools:
-            if pool is not self.largest:
-                active = max(active, min(total, -(-(pool.active + pool.set_aside) * total // pool.total)))
+        active, total = self.largest.active, self.largest.total
+        for pool in self._others:
+            active = max(active, min(total, -(-(pool.active + pool.set_aside) * total // pool.total)))
         return active
 
     @property
     def is_overdrawn(self) -> bool:
         """Whether a group has fewer blocks left than it has set aside."""
-        return any(pool.unclaimed < 0 for _, pool in self._by_chunk)
+        for _, pool in self._by_chunk:  # noqa: SIM110 - most models have none, and every step asks
+            if pool.unclaimed < 0:
+                return True
+        return False
 
     def admit(
         self, sequence: Sequence, length: int, *, spare: int, running: Items[Sequence], final: Items[Sequence] = ()
@@ -128,6 +130,8 @@ class BlockAllocator:
 
     def can_extend(self, sequences: Items[Sequence]) -> bool:
         """Whether each group has the blocks for the next token of all these sequences."""
+        if not self._by_chunk:
+            return sum(self._missing(sequence, 0) for sequence in sequences) <= self._pool.available
         for group, pool in enumerate(self.pools):
             missing = unclaimed = 0
             for sequence in sequences:
@@ -141,6 +145,11 @@ class BlockAllocator:
 
     def extend(self, sequence: Sequence) -> None:
         """Allocates the blocks for the next token; the caller has asked can_extend()."""
+        if not self._by_chunk:
+            missing = self._missing(sequence, 0)
+            sequence.blocks[0].extend(self._allocate(0, missing))
+            sequence.capacity += missing * self._size
+            return
         for group in range(len(self.pools)):
             if (missing := self._missing(sequence, group)) > 0:
                 self._append(sequence, group, missing)

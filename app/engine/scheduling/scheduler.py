@@ -120,7 +120,7 @@ class Scheduler:
             running=len(self.running),
             waiting=len(self.waiting),
             blocks_active=self._allocator.active,
-            blocks_total=self.pool.total,
+            blocks_total=self._allocator.largest.total,
             preemptions=self.preemptions,
             block_violations=self.block_violations,
         )

@@ -40,7 +40,7 @@ from tests.support.engine.mixed_requests import serve
 from tests.support.gpu.emulated_engine import tiny_device_engine, tiny_device_runner
 from tests.support.gpu.kernel_backends import DEVICE, needs_triton
 from tests.support.model.random_configs import random_config
-from tests.support.model.tiny_models import ROPE, run_all, tiny_config, tiny_decoder, tiny_engine
+from tests.support.model.tiny_models import ROPE, least_counts, run_all, tiny_config, tiny_decoder, tiny_engine
 
 pytestmark = pytest.mark.slow
 
@@ -163,6 +163,10 @@ def test_released_blocks_of_windows_change_nothing(
     ours = run_all(engine, requests)
     assert (None in windows) == (engine.scheduler.preemptions > 0)
     assert engine.scheduler.pools[0].counts.active == 0
+    for blocks, sequences in ((14, 1), (60, 3)) if len(windows) > 1 else ():
+        counts = least_counts(decoder.config, blocks, 16, sequences=sequences)
+        narrow = tiny_device_engine(decoder, **{**sizes, "blocks": counts})
+        _assert_same_outputs(run_all(narrow, requests), ours)
     monkeypatch.setattr(BlockAllocator, "release_before", lambda *_: None)
     kept = tiny_device_engine(decoder, **{**sizes, "blocks": 200})
     _assert_same_outputs(run_all(kept, requests), ours)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
 from typing import Any
 
 from app.engine.execution.engine import Engine
@@ -20,7 +21,7 @@ from tests.support.model.tiny_models import block_pools
 def tiny_device_runner(
     decoder: Decoder,
     *,
-    blocks: int = 64,
+    blocks: int | Items[int] = 64,
     block_size: int = 16,
     tokens_per_step: int = 128,
     max_running: int = 32,
