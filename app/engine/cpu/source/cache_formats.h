@@ -167,14 +167,18 @@ struct DecodedSpan {
     DecodedSpan(const InkShape& h, const Blocks<C>& coded, int first, int end, char* memory)
         : blocks{memory, memory + kSpanBlocks * block_bytes<W>(h), table_, block_bytes<W>(h), first} {
         const int vectors = int(block_bytes<W>(h) / W::kBytes);
-        const auto decode = [&](const char* from, const char* to) {
+        const auto decode = [&](const char* from, const char* to, const char* next) {
             using Lane = std::remove_cvref_t<decltype(C::weights(from)[0])>;
-            for (int i = 0; i < vectors; i++)
+            for (int i = 0; i < vectors; i++) {
+                if (i % (64 / C::kBytes) == 0) __builtin_prefetch(next + i * C::kBytes);
                 store(reinterpret_cast<Lane*>(const_cast<char*>(to)) + i * kLanes, C::weights(from + i * C::kBytes));
+            }
         };
         for (int b = first; b < end; b++) {
             table_[b - first] = b - first;
-            decode(coded.key(b), blocks.key(b)), decode(coded.value(b), blocks.value(b));
+            const int next = std::min(b + 1, end - 1);
+            decode(coded.key(b), blocks.key(b), coded.key(next));
+            decode(coded.value(b), blocks.value(b), coded.value(next));
         }
     }
     DecodedSpan(const DecodedSpan&) = delete;  // the blocks point to the table
