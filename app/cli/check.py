@@ -91,7 +91,7 @@ def _check(directory: Path) -> list[Line]:
         ("family", weights.family.name),
         *_file_lines(weights),
         *shape_lines(decoder.config),
-        *memory_lines(decoder.config, decoder.n_params, _context_bytes(decoder.config)),
+        *memory_lines(decoder.config, decoder.n_params, context_bytes(decoder.config)),
         *cost_lines(decoder.config),
         ("mem_limit", _memory_limits(decoder.config, decoder.n_params)),
         ("contexts", describe_contexts(decoder.config, decoder.n_params)),
@@ -158,7 +158,7 @@ def _cache_shape(shape: ModelConfig, dtype: str, kv_cache: KvCache = "auto") -> 
     )
 
 
-def _context_bytes(shape: ModelConfig) -> dict[str, int]:
+def context_bytes(shape: ModelConfig) -> dict[str, int]:
     """Bytes of the keys and values of a sequence of maximal length, for each number format."""
     return {dtype: _cache_shape(shape, dtype).sequence_bytes for dtype in _ITEM_BYTES}
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from app.cli.check import describe_contexts
+from app.cli.check import context_bytes, describe_contexts
+from model.checkpoint.model_summary import memory_lines
 from model.config import ConfigError
 from model.families.registry import MODEL_TYPES, read_config
 from model.parameter_shapes import count_parameters
@@ -31,6 +32,25 @@ def test_published_model_has_its_parameters_and_its_context_in_usual_memories(na
     assert 2 * config.kv_elements_per_token / 1024 == expected["kib_per_token"]
     assert describe_contexts(config, expected["parameters"]).startswith(expected["contexts"] + " of free memory")
     assert expected["config"]["model_type"] in (family.name, family.wrapper and family.wrapper.name)
+
+
+@pytest.mark.parametrize(
+    ("name", "cost"),
+    [
+        ("google/gemma-3-4b-pt", "136 KiB of cache a token (20 KiB beyond the windows), 2.645 GiB a full context"),
+        ("google/gemma-3-1b-pt", "26 KiB of cache a token (4 KiB beyond the windows), 145.2 MiB a full context"),
+        (
+            "allenai/Olmo-3-1025-7B",
+            "512 KiB of cache a token (128 KiB beyond the windows), 9.605 GiB a full context",
+        ),
+        ("mistralai/Mistral-7B-v0.1", "128 KiB of cache a token, 4 GiB a full context"),
+        ("Qwen/Qwen3-8B", "144 KiB of cache a token, 5.625 GiB a full context"),
+    ],
+)
+def test_windows_in_some_layers_are_counted_once(name: str, cost: str) -> None:
+    _, config = read_config(PUBLISHED["read"][name]["config"])
+    lines = dict(memory_lines(config, 1, context_bytes(config)))
+    assert lines["bfloat16"].replace("KV cache", "cache").endswith(f" of weights, {cost}")
 
 
 @pytest.mark.parametrize("name", PUBLISHED["refused"])
