@@ -306,16 +306,17 @@ def _cached(decoder: Decoder, kv_cache: KvCache) -> list[Tensor]:
 @pytest.mark.parametrize("quantize", CPU_QUANTIZE)
 def test_row_has_the_same_bits_in_chunks_of_every_size(shape: str, quantize: Quantize) -> None:
     """Up to 16 rows are one tile, more than 32 are several; includes numbers that are subnormal in float32."""
-    _check_chunks(shape, quantize, "auto")
+    check_chunks(shape, quantize, "auto")
 
 
 @pytest.mark.parametrize("shape", ["odd sizes", "wide heads"])
 def test_row_has_the_same_bits_in_chunks_of_every_size_with_an_int8_cache(shape: str) -> None:
     """More than 12 rows decode the codes first, fewer read codes; with tiles all rows decode first."""
-    _check_chunks(shape, "none", "int8")
+    check_chunks(shape, "none", "int8")
 
 
-def _check_chunks(shape: str, quantize: Quantize, kv_cache: KvCache) -> None:
+def check_chunks(shape: str, quantize: Quantize, kv_cache: KvCache) -> None:
+    """Compares rows of chunks of 1 to 48 tokens with those of the whole sequence."""
     config = tiny_config(**SHAPES[shape])
     decoder = tiny_decoder(config, dtype=torch.bfloat16)
     decoder.embedding[::7] *= 2.0**-131

@@ -74,17 +74,17 @@ def test_rows_have_the_same_bits_in_chunks_of_every_size_with_an_int8_cache(case
 def test_rows_have_the_same_bits_in_chunks_of_every_size(case: str, dtype: torch.dtype) -> None:
     """Chunks that share tiles and products with rows of other spans."""
     decoder = tiny_decoder(CONFIGS[case], dtype=dtype)
-    whole_TV = _logits(decoder, LENGTH)
+    whole_TV = chunked_logits(decoder, LENGTH)
     for size in (512, 97, 33):
-        assert torch.equal(_logits(decoder, size), whole_TV), size
+        assert torch.equal(chunked_logits(decoder, size), whole_TV), size
     for first, end in ((20, 30), (250, 262), (1000, LENGTH)):  # keys of one span, of two, of all
-        assert torch.equal(_logits(decoder, 1, first=first, end=end), whole_TV[first:end]), first
+        assert torch.equal(chunked_logits(decoder, 1, first=first, end=end), whole_TV[first:end]), first
 
 
 @pytest.mark.parametrize("case", CONFIGS)
 def test_logits_equal_the_oracle(case: str, way: str) -> None:
     decoder = tiny_decoder(CONFIGS[case])
-    ours_TV = _logits(decoder, 512)
+    ours_TV = chunked_logits(decoder, 512)
     round_weights_for(way, decoder)
     assert torch.allclose(ours_TV, logits(decoder, _tokens(LENGTH)), atol=5e-4)
 
@@ -97,7 +97,7 @@ def test_logits_equal_the_oracle_with_an_int8_cache(case: str, way: str) -> None
     More layers would amplify that: each logit then differs as much as it does from those without codes.
     """
     decoder, tokens = tiny_decoder(ONE_LAYER[case]), _tokens(LENGTH)
-    ours_TV = _logits(decoder, 512)
+    ours_TV = chunked_logits(decoder, 512)
     round_weights_for(way, decoder)
     differences_TV = (ours_TV - logits(decoder, tokens, kv_cache="int8")).abs()
     assert differences_TV.max() < 2e-2
@@ -106,7 +106,7 @@ def test_logits_equal_the_oracle_with_an_int8_cache(case: str, way: str) -> None
     assert (ours_TV - exact_TV).abs().median() > 5e-3, "positive control: codes must be rounded"
 
 
-def _logits(decoder: Any, size: int = LENGTH, *, first: int = 0, end: int = LENGTH) -> torch.Tensor:
+def chunked_logits(decoder: Any, size: int = LENGTH, *, first: int = 0, end: int = LENGTH) -> torch.Tensor:
     """float32 logits [end - first, V], in chunks of `size` tokens from `first` on, after one chunk of all before."""
     runner = tiny_engine(decoder, blocks=3 * CONTEXT // 16, tokens_per_step=2048).runner
     executor: Any = runner.executor

@@ -16,6 +16,9 @@
 namespace ink {
 
 #if defined(__AMX_BF16__)
+#if !defined(INK_CONFIGURE_TILES)  // tests/support/engine/emulated_tiles.h has another
+#define INK_CONFIGURE_TILES(shapes) asm volatile("ldtilecfg %0" ::"m"(shapes))  // GCC's intrinsic names only 8 bytes
+#endif
 constexpr int kTileRows = 16, kTileSteps = 16;
 
 // Tiles 0 and 1 (sums) and 4 (x) get `rows` rows; 2 and 3 (sums) and 5 (x) get `others`; 6 and 7 hold weights. x and
@@ -29,7 +32,7 @@ inline void configure_tiles(int rows, int others, int steps = kTileSteps) {
     } shapes = {.row_bytes = {64, 64, 64, 64, x_bytes, x_bytes, 64, 64}};
     const int counts[] = {rows, rows, others, others, rows, others, steps, steps};
     std::copy(counts, counts + 8, shapes.rows);
-    asm volatile("ldtilecfg %0" ::"m"(shapes));  // GCC's intrinsic names only 8 bytes of it
+    INK_CONFIGURE_TILES(shapes);
 }
 
 INK_INLINE void zero_sums() {
