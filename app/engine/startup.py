@@ -221,14 +221,13 @@ def _cache_shape(
     else:
         total = _torch_backends(config, _NEEDS_TORCH).device_memory()
         share = cache_share_on_gpu(total, config.gpu_memory_utilization, weights)
-    fitting = cache_shape.fitting(share, config.kv_blocks)
+    fitting = cache_shape.fitting(share)
     if fitting.context < cache_shape.context:
         _start_log.warning(
-            "%s: a context of %d tokens instead of the model's %d, whose cache would take %s of the %s that it may%s: "
+            "%s: a context of %d tokens instead of the model's %d, whose cache would take %s of the %s that it may: "
             "--max-context asks for another",
             *(config.name, fitting.context, cache_shape.context),
             *(mib(cache_shape.least_cache_bytes), mib(share)),
-            f", and {cache_shape.needed_blocks} of the {config.kv_blocks} --kv-blocks" if config.kv_blocks else "",
         )
     return fitting
 

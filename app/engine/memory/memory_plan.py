@@ -186,28 +186,17 @@ class CacheShape:
             for group in groups
         )
 
-    def fitting(self, cache_bytes: int, requested: int = 0) -> CacheShape:
-        """With the longest context whose cache fits into `cache_bytes`, if this one does not and one does.
-
-        requested: number of blocks that the cache will have in groups without a window; 0: as many as fit.
-        """
-        if requested:
-            limited = self._shorter(requested * self.block_size)
-            if limited is not self:
-                return limited.fitting(cache_bytes)
+    def fitting(self, cache_bytes: int) -> CacheShape:
+        """With the longest context whose cache fits into `cache_bytes`, if this one does not and one does."""
         left = cache_bytes - self.reserved_bytes
         affordable = self._most_blocks(int(_CONTEXT_SHARE * left), lambda n: self._cost(n, left)) * self.block_size
-        if left >= self._cost(self.needed_blocks, left):
+        whole = left >= self._cost(self.needed_blocks, left)
+        if whole or self.shape.n_encoder_layers or affordable < _LEAST_CONTEXT:
             return self
-        return self._shorter(affordable // _CONTEXT_UNIT * _CONTEXT_UNIT or affordable)
-
-    def _shorter(self, context: int) -> CacheShape:
-        """With a default context of at most `context` tokens, if such a one may be chosen."""
-        if context >= self.context or context < _LEAST_CONTEXT or self.shape.n_encoder_layers:
-            return self
-        if any(rope.is_long(context) != rope.is_long(self.context) for rope in self.shape.ropes):
+        shorter = min(self.context, affordable // _CONTEXT_UNIT * _CONTEXT_UNIT or affordable)
+        if any(rope.is_long(shorter) != rope.is_long(self.context) for rope in self.shape.ropes):
             return self  # other bits, on a machine with less memory: only --max-context asks for them
-        return replace(self, context=context)
+        return replace(self, context=shorter)
 
     def cache_bytes(self, counts: Items[int]) -> int:
         """Bytes of a cache with so many blocks in each group, including the reserved ones and the encoder cache."""

@@ -69,14 +69,7 @@ class FakeGpu:
 def _cache_shape(**changes: Any) -> CacheShape:
     sizes: dict[str, Any] = {"vocab_size": 8, "width": 64, "n_layers": 4, "n_heads": 2, "n_kv_heads": 2}
     shape = tiny_config(**{**sizes, "head_dim": 64, "context": 1024})
-    given = {
-        "shape": shape,
-        "context": 1024,
-        "block_size": 64,
-        "max_running": 4,
-        "dtype": "bfloat16",
-        "tokens_per_step": 256,
-    }
+    given = {"context": 1024, "block_size": 64, "max_running": 4, "dtype": "bfloat16", "tokens_per_step": 256}
     return CacheShape(**{"shape": shape, **given, **changes})
 
 
@@ -358,15 +351,6 @@ def test_default_context_is_the_longest_whose_cache_fits() -> None:
     assert long.fitting(long.cache_bytes([10])).context == 9 * long.block_size, "less than 1,024 tokens: whole blocks"
     for share in (0, long.block_bytes, long.cache_bytes([8])):
         assert long.fitting(share) is long, "less than 512 tokens: refused later, with numbers"
-
-
-def test_default_context_is_no_longer_than_the_requested_blocks() -> None:
-    long = replace(_cache_shape(), context=131_072)
-    size, plenty = long.block_size, 10**15
-    assert long.fitting(plenty, requested=100).context == 100 * size
-    assert long.fitting(plenty, requested=long.needed_blocks) is long
-    assert long.fitting(long.cache_bytes([640]), requested=2000) == long.fitting(long.cache_bytes([640]))
-    assert long.fitting(plenty, requested=512 // size - 1) is long, "less than 512 tokens: refused later, with numbers"
 
 
 def test_default_context_counts_windows_once_and_leaves_others_their_share() -> None:
