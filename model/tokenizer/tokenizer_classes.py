@@ -139,13 +139,13 @@ _CLASSES = {
     ),
 }
 _MODEL_TYPES = {
-    "": "ernie4_5 glm glm4 gpt_bigcode granite granitemoehybrid hyperclovax internlm3 ministral ministral3 mistral "
-    "mistral3 nemotron olmo2 olmo3 phi3 stablelm",
+    "": "ernie4_5 ernie4_5_moe glm glm4 gpt_bigcode granite granitemoe granitemoehybrid granitemoeshared hyperclovax "
+    "internlm3 ministral ministral3 mistral mistral3 nemotron olmo2 olmo3 phi3 stablelm",
     "CohereTokenizer": "cohere cohere2",
     "GPT2Tokenizer": "gpt2 gpt_neo gptj jais2 opt phi starcoder2",
-    "GPTNeoXTokenizer": "gpt_neox olmo",
+    "GPTNeoXTokenizer": "gpt_neox olmo olmoe",
     "GemmaTokenizer": "gemma gemma2 gemma3 gemma3_text",
-    "Qwen2Tokenizer": "qwen2 qwen3",
+    "Qwen2Tokenizer": "qwen2 qwen3 qwen3_moe",
 }
 _OF_MODEL_TYPE = {model_type: name for name, types in _MODEL_TYPES.items() for model_type in types.split()}
 _UNSUPPORTED = frozenset(
