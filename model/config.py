@@ -340,6 +340,10 @@ class ModelConfig:
         self._check_layer_types()
         self._check_norms()
         self._check_feed_forwards()
+        _require(
+            self.residual_scale == 1.0 or not self.has_norm_of_output,
+            "a norm of outputs cancels the residual_scale: it must be 1, or the norm_position pre or post",
+        )
         _require(self.parallel_residual or not self.shared_norm, "shared_norm needs parallel_residual")
         _require(
             self.out_projection or (heads * head_dim == self.width and not self.out_bias),

@@ -282,7 +282,7 @@ def _head_norms(config: ModelConfig, attention: str) -> tuple[Weight, ...]:
 def _added(config: ModelConfig, operation: Operation) -> Operation:
     """Adds the result to the residual stream, or writes it to the branch for the norm that will."""
     if config.has_norm_of_output:
-        return operation._replace(target=Register.BRANCH, factor=config.residual_scale)
+        return operation._replace(target=Register.BRANCH)
     return operation._replace(target=Register.RESIDUAL, accumulates=True, factor=config.residual_scale)
 
 

@@ -59,14 +59,14 @@ LAYOUTS |= {
         _ODD, norm_position="sandwich", norm_offset=True, attention_soft_cap=20.0, attention_scale=0.05
     ),
     "output norms, wide head norms, squared relu": replace(
-        _LLAMA, norm_position="output", qk_norm="width", activation="relu2", gated=False, residual_scale=0.5
+        _LLAMA, norm_position="output", qk_norm="width", activation="relu2", gated=False
     ),
     "norms without weights, heads normed after the rotation, xIELU": replace(
         _ODD, norm_weight=False, qk_norm_after_rope=True, activation="xielu", gated=False, embedding_norm=True,
         logit_scale=0.5, query_scale=QueryScale(beta=0.3, original_context=500),
     ),
     "parallel with one norm": replace(
-        _LLAMA, norm="layernorm", parallel_residual=True, shared_norm=True, layer_kinds=_ROTATED
+        _LLAMA, norm="layernorm", parallel_residual=True, shared_norm=True, layer_kinds=_ROTATED, residual_scale=0.5
     ),
 }  # fmt: skip
 _LOGPROB_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.3}

@@ -60,6 +60,8 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"qk_norm_after_rope": True, "qk_norm": "width"}, "qk_norm_after_rope needs qk_norm head"),
     ({"out_projection": False, "norm_position": "sandwich"}, "norm_position must be pre or post"),
     ({"out_projection": False, "residual_scale": 0.5}, "residual_scale 1"),
+    ({"norm_position": "output", "residual_scale": 0.5}, "cancels the residual_scale"),
+    ({"norm_position": "sandwich", "residual_scale": 2.0}, "cancels the residual_scale"),
     ({"rope": Rope(kind="longrope", short_factors=(1.0,) * 7, long_factors=(2.0,) * 7)}, "longrope needs 8"),
     ({**EXPERTS, "experts": None}, "if and only if a layer kind has mlp experts"),
     ({"experts": Experts(count=4, chosen=2, width=8)}, "if and only if a layer kind has mlp experts"),

@@ -45,7 +45,8 @@ def _random_config(rng: random.Random) -> ModelConfig:
         router_bias=rng.random() < 0.5, choice_bias=not is_of_chosen and rng.random() < 0.5,
         bias=rng.random() < 0.5, shared_width=rng.choice([0, 33]),
     )  # fmt: skip
-    changes = {"width": rng.choice([33, 50, 96]), "residual_scale": rng.choice([1.0, 0.4]), "sinks": rng.random() < 0.5}
+    changes = {"width": rng.choice([33, 50, 96]), "sinks": rng.random() < 0.5}
+    changes["residual_scale"] = rng.choice([1.0, 0.4])
     activation, gated = rng.choice([("silu", True), ("relu2", False), ("swiglu_clamped", True)])
     return _config(experts, activation=activation, gated=gated, **changes)
 
