@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from model.config import LayerKind, ModelConfig
 from model.families.llama import llama_family, read_dialect
-from model.families.rope import read_whole_rope, rope_parameters
+from model.families.rope import read_whole_rope
 from model.families.spec import Raw, read_layers, read_windows, require_values
 
 _ROPE = {
@@ -19,7 +19,7 @@ _ROPE = {
 
 def _read(raw: Raw) -> ModelConfig:
     require_values(raw, attention_bias=False)
-    rope = read_whole_rope({**raw, "rope_parameters": rope_parameters(raw) or _ROPE}, theta=1e6)
+    rope = read_whole_rope(raw, theta=1e6, default=_ROPE)
     windows = read_windows(raw, "num_hidden_layers", raw.get("sliding_window", 8192), lambda layer: layer % 4 > 0)
     layers = read_layers(len(windows), lambda layer: LayerKind(window=windows[layer], rope=rope))
     defaults = {"n_kv_heads": 8, "head_dim": 128, "norm_eps": 1e-5}

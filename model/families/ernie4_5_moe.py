@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Annotated
 
 from msgspec import Meta
@@ -24,7 +25,7 @@ _NAMES = {
     "blocks.N.mlp.shared.up": (f"{_SHARED}.gate_proj", f"{_SHARED}.up_proj"),
     "blocks.N.mlp.shared.down": f"{_SHARED}.down_proj",
 }
-_KEYS = {"count": ("moe_num_experts", "num_experts"), "chosen": ("moe_k", "num_experts_per_tok")}
+_KEYS = {"count": ("num_experts", "moe_num_experts"), "chosen": ("num_experts_per_tok", "moe_k")}
 _PLACES = {
     "moe_layer_start_index": (1, Count),
     "moe_layer_end_index": (-1, Annotated[int, Meta(ge=-1)]),
@@ -48,9 +49,9 @@ def _read(raw: Raw) -> ModelConfig:
         return LayerKind(rope=rope, mlp="experts" if first <= layer <= last and (layer + 1) % step == 0 else "dense")
 
     defaults = {"count": 64, "chosen": 6, "width": 1536}
-    width = read_experts(raw, _KEYS, defaults).width
-    dialect = {"normalized": True, "choice_bias": True, "shared_width": n_shared * width}
-    layers = with_experts(read_layers(sizes["n_layers"], kind), read_experts(raw, _KEYS, defaults, **dialect))
+    experts = read_experts(raw, _KEYS, defaults, normalized=True, choice_bias=True)
+    experts = replace(experts, shared_width=n_shared * experts.width)
+    layers = with_experts(read_layers(sizes["n_layers"], kind), experts)
     has_dense = n_shared > 0 or "mlp_width" not in layers
     return ModelConfig(
         **{**sizes, **layers},

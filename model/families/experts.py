@@ -20,7 +20,7 @@ FUSED_NAMES = {
 }
 """See FamilySpec.fused."""
 _KEYS = {
-    "count": ("num_experts", "num_local_experts"),
+    "count": ("num_local_experts", "num_experts"),
     "chosen": ("num_experts_per_tok",),
     "width": ("moe_intermediate_size",),
 }

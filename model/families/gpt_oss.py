@@ -20,14 +20,13 @@ _NAMES = {name: value for name, value in NAMES.items() if ".mlp." not in name} |
     "blocks.N.mlp.experts.down": f"{_MLP}.experts.down_proj",
     "blocks.N.mlp.experts.down_bias": f"{_MLP}.experts.down_proj_bias",
 }
-_KEYS = {"count": ("num_local_experts", "num_experts"), "width": ("intermediate_size",)}
+_KEYS = {"count": ("num_experts", "num_local_experts"), "width": ("intermediate_size",)}
 _ROPE = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
 
 
 def _read(raw: Raw) -> ModelConfig:
     require_values(raw, swiglu_limit=7.0, swiglu_alpha=1.702, hidden_act="silu")
-    has_rope = raw.get("rope_parameters") or raw.get("rope_scaling")
-    rope = read_whole_rope(raw if has_rope else {**raw, "rope_parameters": _ROPE}, theta=150_000.0)
+    rope = read_whole_rope(raw, theta=150_000.0, default=_ROPE)
     window = raw.get("sliding_window", 128)
     windows = read_windows(raw, "num_hidden_layers", window, lambda layer: layer % 2 == 0)
     layers = read_layers(len(windows), lambda layer: LayerKind(window=windows[layer], rope=rope, mlp="experts"))

@@ -42,13 +42,21 @@ def read_rotated_dim(raw: Raw, head_dim: int, *keys: str, default: float = 1.0) 
     return None if dim == head_dim else dim
 
 
-def read_rope(raw: Raw, dim: int | None = None, *, layer_type: str | None = None, theta: float = 10_000.0) -> Rope:
+def read_rope(
+    raw: Raw,
+    dim: int | None = None,
+    *,
+    layer_type: str | None = None,
+    theta: float = 10_000.0,
+    default: Mapping[str, Any] | None = None,
+) -> Rope:
     """The rotation of a config.json of transformers 4 or 5. Raises ConfigError, KeyError.
 
-    dim: see Rope. layer_type: see rope_parameters(). theta: the base without a key for it. A family with several
-    rotations that have other keys makes these itself, as Rope(theta=...).
+    dim: see Rope. layer_type: see rope_parameters(). theta: the base without a key for it. default: the object in place
+    of a missing or empty one. A family with several rotations that have other keys makes these itself, as
+    Rope(theta=...).
     """
-    rope = rope_parameters(raw, layer_type)
+    rope = rope_parameters(raw, layer_type) or default or {}
     places = ((rope, "rope_theta"), (raw, "rotary_emb_base"), (raw, "rope_theta"))
     bases = ((key, place[key]) for place, key in places if place.get(key) is not None)
     key, base = next(bases, ("rope_theta", theta))
@@ -86,11 +94,17 @@ def read_rope(raw: Raw, dim: int | None = None, *, layer_type: str | None = None
     return Rope(**fields, attention_factor=attention_factor)
 
 
-def read_whole_rope(raw: Raw, *, layer_type: str | None = None, theta: float = 10_000.0) -> Rope:
+def read_whole_rope(
+    raw: Raw,
+    *,
+    layer_type: str | None = None,
+    theta: float = 10_000.0,
+    default: Mapping[str, Any] | None = None,
+) -> Rope:
     """read_rope() of families that rotate whole heads. Raises ConfigError if only a part is rotated."""
     for section in (raw, rope_parameters(raw, layer_type)):
         require_values(section, partial_rotary_factor=(1.0, None))
-    return read_rope(raw, layer_type=layer_type, theta=theta)
+    return read_rope(raw, layer_type=layer_type, theta=theta, default=default)
 
 
 def check_ropes_by_type(raw: Raw) -> None:

@@ -25,6 +25,7 @@ FAMILIES = (
         variants=(
             {"rope_theta": 1e4, "rope_scaling": None, "num_key_value_heads": 2, "moe_layer_end_index": 0},
             {"rope_parameters": {"rope_type": "default", "rope_theta": 7e3}, "torch_dtype": "bfloat16"},
+            {"num_experts": 5, "moe_num_experts": 6, "num_experts_per_tok": 3, "moe_k": 2},
             {"rope_scaling": {"type": "linear", "factor": 2.0}, "moe_norm_min": 1e-12, "moe_num_shared_experts": 3},
             {"use_bias": True, "tie_word_embeddings": False, "head_dim": 20, "num_key_value_heads": 4},
             {"use_bias": True, "moe_num_shared_experts": 0, "moe_layer_start_index": 0},

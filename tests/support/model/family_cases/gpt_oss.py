@@ -24,6 +24,7 @@ FAMILIES = (
         variants=(
             {"rope_scaling": {**YARN, "truncate": False}, "rope_theta": 150_000, "max_position_embeddings": 131_072},
             {"rope_parameters": SCALED, "sliding_window": None, "layer_types": ["full_attention"] * 2},
+            {"num_experts": 5, "num_local_experts": 6},
             {"swiglu_limit": 7.0, "hidden_act": "silu", "torch_dtype": "bfloat16", "layer_types": None},
             {"sliding_window": 5, "head_dim": 16, "attention_bias": False, "tie_word_embeddings": True},
         ),

@@ -25,6 +25,7 @@ FAMILIES = (
             {"rope_scaling": {"type": "linear", "factor": 4.0}, "attention_bias": True, "norm_topk_prob": True},
             {"tie_word_embeddings": True, "torch_dtype": "bfloat16", "num_key_value_heads": 2},
             {"num_local_experts": 6},
+            {"num_local_experts": 5, "num_experts": 6},
         ),
         switches=(
             ("a", {"num_experts_per_tok": 1}),
