@@ -55,8 +55,10 @@ def match_scales(
         if stored.dtype != _FP8:
             raise CheckpointError(f"{stored.path}: {name} has dtype {stored.dtype}; allowed are {ALLOWED_TYPES}")
         module = name.removesuffix("weight")
+        if module == name:
+            raise CheckpointError(f"{stored.path}: {name} is in fp8, which only tensors called weight may be")
         scale = next((found[module + each] for each in _SCALE_NAMES if module + each in found), None)
-        if scale is None or module == name:
+        if scale is None:
             raise CheckpointError(f"{stored.path}: {name} is in fp8 and has no {module}{_SCALE_NAMES[0]}")
         _check_scale(stored, scale)
         scales[name] = scale

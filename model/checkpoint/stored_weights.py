@@ -224,7 +224,10 @@ def _match(
     # Some exporters also store a tied head.
     may_untie = not family.names or "untied_head" in family.names
     untied = dataclasses.replace(config, tied_head=False) if may_untie else config
-    canonical = {mapping.target: mapping for mapping in family.of_files(found).mappings(untied)}
+    named = family.of_files(found)
+    if (n_needed := named.count_experts_by_name(config)) > len(found):
+        raise CheckpointError(f"{index.source}: has {len(found)} tensors, and the experts need {n_needed}")
+    canonical = {mapping.target: mapping for mapping in named.mappings(untied)}
     embedding_name = canonical["embedding"].source[0][0]
     spellings = family.spellings()
     rename = next((spelling for spelling in spellings if spelling(embedding_name) in found), spellings[0])

@@ -107,14 +107,16 @@ def experts_interleaved(_config: ModelConfig, mapping: TensorMapping) -> TensorM
     if not module.endswith(".experts"):
         return mapping
     ((source, (count, *sizes)),) = mapping.source
-    order = [*range(0, sizes[0], 2), *range(1, sizes[0], 2)] if name in ("up", "up_bias") else [*range(sizes[0])]
+    order = [*range(0, sizes[0], 2), *range(1, sizes[0], 2)] if name in ("up", "up_bias") else []
     back = sorted(range(len(order)), key=order.__getitem__)
     is_matrix = len(sizes) == 2
 
     def load(tensor: Tensor) -> Tensor:
-        return (tensor.swapaxes(1, 2) if is_matrix else tensor)[:, order]
+        rows = tensor.swapaxes(1, 2) if is_matrix else tensor
+        return rows[:, order] if order else rows
 
     def save(tensor: Tensor) -> Tensor:
-        return tensor[:, back].swapaxes(1, 2) if is_matrix else tensor[:, back]
+        rows = tensor[:, back] if order else tensor
+        return rows.swapaxes(1, 2) if is_matrix else rows
 
     return TensorMapping(mapping.target, ((source, (count, *reversed(sizes))),), (Conversion(load, save),))

@@ -170,6 +170,14 @@ class FamilySpec:
         is_fused = endings and any(name.endswith(endings) for name in tensors)
         return replace(self, names={**self.names, **self.fused}, fused={}) if is_fused else self
 
+    def count_experts_by_name(self, config: ModelConfig) -> int:
+        """Number of tensors that the files have for single experts, without making their names."""
+        if config.experts is None:
+            return 0
+        names = [name for each in self.names.values() for name in ((each,) if isinstance(each, str) else each)]
+        layers = sum(kind.mlp == "experts" for kind in config.layers)
+        return sum(".E." in name for name in names) * config.experts.count * layers
+
     def spellings(self) -> tuple[Callable[[str], str], ...]:
         """How the files may change the names of all tensors, the most frequent way first."""
         if not (wrapper := self.wrapper):

@@ -12,11 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from model.checkpoint import stored_weights
 from model.checkpoint.checkpoint import load
 from model.checkpoint.stored_numbers import match_scales
 from model.checkpoint.stored_weights import find_weights
 from model.checkpoint.tensor_index import StoredTensor
 from model.families.registry import read_config
+from model.families.spec import FamilySpec
 from model.files import CheckpointError
 from tests.support.model.hub_checkpoints import CASES, FAMILY_CASES, family_name, save_reference
 
@@ -59,6 +61,17 @@ def test_more_experts_than_the_files_can_hold_are_refused_at_once(tmp_path: Path
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "num_experts": 4096, "intermediate_size": 10**6}))
     with pytest.raises(CheckpointError, match=r"asks for \d+ numbers"):
+        find_weights(tmp_path)
+
+
+def test_names_of_missing_experts_are_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small experts in thousands of layers would have gigabytes of names."""
+    save_reference("olmoe-a", tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "num_experts": 4096, "intermediate_size": 1}))
+    monkeypatch.setattr(stored_weights, "_MAX_SIZE_RATIO", 1 << 40)
+    monkeypatch.setattr(FamilySpec, "mappings", lambda *_: pytest.fail("made the names"))
+    with pytest.raises(CheckpointError, match=r"has \d+ tensors, and the experts need \d+"):
         find_weights(tmp_path)
 
 
