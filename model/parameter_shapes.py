@@ -23,10 +23,15 @@ def count_parameters(config: ModelConfig) -> int:
     return sum(map(math.prod, parameter_shapes(config).values()))
 
 
+def count_expert_parameters(config: ModelConfig) -> int:
+    """Number of parameters of all experts, without routers and shared experts."""
+    stored = [op.weights for op in decoder_program(config) if op.kind == Kind.EXPERTS]
+    return sum(math.prod(weight.shape) for weights in stored for weight in weights)
+
+
 def count_active_parameters(config: ModelConfig) -> int:
     """Number of parameters without the experts that a token does not choose."""
     if not (experts := config.experts):
         return count_parameters(config)
-    stored = [op.weights for op in decoder_program(config) if op.kind == Kind.EXPERTS]
-    of_one = sum(math.prod(weight.shape[1:]) for weights in stored for weight in weights)
+    of_one = count_expert_parameters(config) // experts.count
     return count_parameters(config) - (experts.count - experts.chosen) * of_one

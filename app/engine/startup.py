@@ -34,7 +34,7 @@ from model.checkpoint.manifest import MANIFEST_FILE, check_manifest
 from model.checkpoint.stored_weights import StoredWeights, find_weights
 from model.config import ModelConfig
 from model.machine import INSTALL_TORCH, free_memory
-from model.parameter_shapes import count_parameters
+from model.parameter_shapes import count_expert_parameters, count_parameters
 from model.tokenizer.tokenizer import Tokenizer
 from model.weight_formats import QUANTIZE, needs_gpu, weight_format
 from model.weights_version import Directory
@@ -214,7 +214,10 @@ def _cache_shape(
     if config.max_context:
         return cache_shape
     is_packed = selected.library or placement.device != "cpu"  # torch has rounded numbers on a CPU
-    weights = weight_format(placement.dtype, config.quantize if is_packed else "none").n_bytes(count_parameters(shape))
+    # Triton's kernels round experts to the format, but store them in the dtype.
+    n_params, n_stored = count_parameters(shape), 0 if placement.device == "cpu" else count_expert_parameters(shape)
+    weights = weight_format(placement.dtype, config.quantize if is_packed else "none").n_bytes(n_params - n_stored)
+    weights += weight_format(placement.dtype, "none").n_bytes(n_stored)
     if placement.device == "cpu":
         free = free_memory() - config.reserved_bytes
         share = cache_share_on_cpu(free, weights, 1 + config.concurrent_loaders)

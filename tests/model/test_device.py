@@ -15,7 +15,7 @@ from tests.support import ROOT
 _PROGRAM = """
 import sys, torch
 import torch.nn.functional as F
-from app.engine.execution.torch_executor import _LINEAR_ROWS, _SMALL_PRODUCT, _rows
+from model.nn.layers import padded_rows
 from model.device import use_row_invariant_products
 use_row_invariant_products()
 torch.set_num_threads(int(sys.argv[1]))
@@ -26,7 +26,7 @@ for dtype in (torch.float32, torch.bfloat16):
         x = torch.randn(257, columns, generator=generator).to(dtype)
         alike = F.linear(x, weight)
         # The executor pads small products, for which MKL has other paths on some CPUs.
-        padded = lambda n: _rows(n, _LINEAR_ROWS[dtype], _SMALL_PRODUCT[dtype] // (columns * rows) + 1)
+        padded = lambda n: padded_rows(n, dtype, columns * rows)
         for n in map(padded, (1, 2, 3, 5, 10, 13, 14, 33, 64, 100, 256)):
             for start in (0, 1):
                 assert torch.equal(F.linear(x[start : start + n].clone(), weight), alike[start : start + n]), (

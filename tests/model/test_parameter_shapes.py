@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from app.cli.check import context_bytes
 from model.checkpoint.model_summary import memory_lines, shape_lines
 from model.decoder_program import decoder_program
 from model.nn.transformer import Decoder
@@ -41,7 +42,8 @@ def test_active_parameters_are_those_without_the_experts_that_a_token_does_not_c
     assert config.experts
     of_one = sum(each[0].numel() for name, each in Decoder(config).state_dict().items() if ".mlp.experts." in name)
     assert count_parameters(config) - count_active_parameters(config) == 9 * of_one > 0
-    assert dict(memory_lines(config, count_parameters(config)))["parameters"].endswith(" active for a token")
+    lines = dict(memory_lines(config, count_parameters(config), context_bytes(config)))
+    assert lines["parameters"].endswith(" active for a token")
     whole = replace(config, experts=replace(config.experts, chosen=12))
     assert count_active_parameters(whole) == count_parameters(whole)
     assert count_active_parameters(tiny_config()) == count_parameters(tiny_config())

@@ -33,7 +33,7 @@ class Machine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         limits = StepLimits(tokens_per_step=12, max_running=6)
-        self.world = Simulation(limits=limits, blocks=16, block_size=2, is_ahead=False)
+        self.world = Simulation(limits=limits, blocks=(16,), block_size=2, is_ahead=False)
         self.raises: set[str] = set()
         self.poisoned: set[str] = set()
         self.is_memory_short = False

@@ -313,12 +313,12 @@ def _row_group(cache: KVCache, index: int, chunks: Items[Chunk]) -> RowGroup:
     rows = [_padded(table[index] if table else array("i"), per_row, cache.padding_block)[passed:] for table in tables]
     starts_B11 = torch.tensor([chunk.start for chunk in chunks], device=device)[:, None, None]
     positions_BN1 = starts_B11 + torch.arange(length, device=device)[None, :, None]
-    hidden_BNL = masked_positions(positions_BN1, kv_length, cache.window)
+    hidden_BNL = masked_positions(positions_BN1 - first, kv_length - first, cache.window)
     return RowGroup(
         batch=len(chunks),
         length=length,
         block_rows_X=cache.block_rows(torch.tensor(rows, device=device)),
-        hidden_B1NL=as_addend(hidden_BNL[..., first:].unsqueeze(1)),
+        hidden_B1NL=as_addend(hidden_BNL.unsqueeze(1)),
     )
 
 
@@ -371,7 +371,8 @@ class TorchExecutor:
         self._attend_sources = attend_sources
         self._hidden_TD = torch.empty(0)
         self.not_finite: Items[Chunk] = ()
-        matrices = [x for name, x in decoder.named_parameters() if x.ndim == 2 and not name.endswith("bias")]
+        others = ("bias", "router.weight")  # a router's product has padding of its own
+        matrices = [x for name, x in decoder.named_parameters() if x.ndim == 2 and not name.endswith(others)]
         self._smallest = min(matrix.numel() for matrix in matrices)
 
     @torch.inference_mode()

@@ -70,7 +70,7 @@ class BlockAllocator:
 
         In blocks of the largest group: 10 of 20 blocks count as 50 if that has 100.
         """
-        active, total = self.largest.active, self.largest.total
+        active, total = self.largest.active + self.largest.set_aside, self.largest.total
         for pool in self._others:
             active = max(active, min(total, -(-(pool.active + pool.set_aside) * total // pool.total)))
         return active

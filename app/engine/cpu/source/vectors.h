@@ -156,7 +156,7 @@ INK_INLINE Floats exp(const Floats& x) {
     return by_parts([](Part part) { return exp(part); }, x);
 }
 
-// 2^x to 2.5 units in the last place, and 2^0 is 1; 0 below -126. x is at most 1 or so. NaN stays NaN.
+// 2^x to 2.5 units in the last place, and 2^0 is 1; 0 below -126. x is at most 127. NaN stays NaN.
 //
 // x = n + r with |r| <= 1/2. 2^r is the polynomial of degree 5 with the least relative error whose constant is 1.
 INK_INLINE Part exp2(Part x) {
