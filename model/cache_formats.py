@@ -7,7 +7,7 @@ from typing import Literal
 KvCache = Literal["auto", "int8"]
 """auto: in the number format of --dtype. int8: as codes of 8 bits, with a scale for each token and kv head."""
 SCALE_BYTES = 2
-"""Of a scale, which is a bfloat16: it has the range of the numbers, and float16 has not. Codes are computed with the
+"""Of a scale, which is a bfloat16: it has the range of the numbers, which float16 lacks. Codes are computed with the
 rounded scale, so that its 8 significant bits cost nothing; float32 scales would take 3 % more memory at a head_dim of
 64."""
 INT8_GOLDEN_TOLERANCE = 0.05

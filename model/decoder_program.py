@@ -17,7 +17,7 @@ In a layer with experts the second line is
 
     residual -NORM-> normed -ROUTE-> routes
     normed, routes -EXPERTS-> + residual
-    normed -LINEAR, activation-> hidden -LINEAR-> + residual    (if experts share a feed-forward)
+    normed -LINEAR, activation-> hidden -LINEAR-> + residual    (the shared expert, if there is one)
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ def _feed_forward(config: ModelConfig, name: str, source: Register, width: int) 
 
 
 def _mixture(config: ModelConfig, name: str) -> Iterator[Operation]:
-    """The experts of a layer, and the feed-forward that they share."""
+    """The experts of a layer, and the shared expert, which every token passes."""
     experts, width = config.experts, config.width
     assert experts
     route = [Weight(f"{name}.router.weight", (experts.count, width))]

@@ -32,7 +32,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from app.common.operating_system import die_with_parent
-from app.engine.gpu.format_support import ACTIVATIONS
+from app.engine.gpu.format_support import TRITON_ACTIVATIONS
 from app.engine.gpu.kernels.interface import SPLIT, AttentionBatch, HeadsSpec, NormSpec, RowState
 from app.engine.gpu.kernels.sample_out import SampleOut
 from app.engine.gpu.kernels.sampling_table import SamplingTable
@@ -246,7 +246,7 @@ def report_launches() -> Launches:
             has_bias = kind == "layernorm" and not delta
             norm = partial(_norm, dtype, kind, width, delta, has_bias, has_weight=weight)
             found[f"{kind}, {width}, {dtype}, {delta}, {weight}"] = norm
-        for kind, gated in itertools.product(ACTIVATIONS, (True, False)):
+        for kind, gated in itertools.product(TRITON_ACTIVATIONS, (True, False)):
             found[f"{kind}, {width}, {dtype}, {gated}"] = partial(_gate, dtype, kind, width * (2 - gated), gated)
     for vocab, dtype in itertools.product((16, 50_257, 128_256, 152_064), (FP32, BF16)):
         found[f"sampler, {vocab}, {dtype}"] = partial(_sample, dtype, vocab)

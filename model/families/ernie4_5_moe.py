@@ -1,4 +1,4 @@
-"""ernie4_5_moe: ernie4_5 with experts after the first layers, a bias of their choice, and experts that all share."""
+"""ernie4_5_moe: ernie4_5 with experts after the first layers, a bias of their choice, and shared experts."""
 
 from __future__ import annotations
 

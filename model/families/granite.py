@@ -67,7 +67,7 @@ def _read_granite(raw: Raw) -> ModelConfig:
 
 
 def _read_hybrid(raw: Raw) -> ModelConfig:
-    """Reads models whose layers are all attention, with a feed-forward network or experts that share one."""
+    """Reads models whose layers are all attention, with a feed-forward network, or with experts and a shared one."""
     require_values(raw, position_embedding_type=("rope", "nope", None))
     check_field("mlp_width", raw.get("shared_intermediate_size", 1024), "shared_intermediate_size")
     n_experts = raw.get("num_local_experts", 8)

@@ -1,4 +1,4 @@
-"""granitemoe, granitemoeshared: granite with experts everywhere, which may share a feed-forward network."""
+"""granitemoe, granitemoeshared: granite with experts everywhere, maybe with a shared one, which every token passes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GRANITE_MOE = llama_family(
 )
 GRANITE_MOE_SHARED = llama_family(
     name="granitemoeshared",
-    models="Granite with experts that share a feed-forward",
+    models="Granite with experts and a shared expert",
     architecture="GraniteMoeSharedForCausalLM",
     read=_read_shared,
     names=MOE_NAMES,

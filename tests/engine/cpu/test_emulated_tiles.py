@@ -59,7 +59,7 @@ def test_row_has_the_same_bits_in_chunks_of_every_size(shape: str, quantize: Qua
 @pytest.mark.parametrize("case", test_parity_spans.CONFIGS)
 @pytest.mark.parametrize("kv_cache", ["auto", "int8"])
 def test_row_has_the_same_bits_in_spans(case: str, kv_cache: KvCache) -> None:
-    """Rows with keys in one span take a shorter way than those of a chunk with keys in several."""
+    """Rows with keys in one span take a shorter path than those of a chunk with keys in several."""
     before = tiny_models.KV_CACHE.set(kv_cache)
     try:
         test_parity_spans.test_rows_have_the_same_bits_in_chunks_of_every_size(case, torch.bfloat16)

@@ -311,7 +311,7 @@ def test_row_has_the_same_bits_in_chunks_of_every_size(shape: str, quantize: Qua
 
 @pytest.mark.parametrize("shape", ["odd sizes", "wide heads"])
 def test_row_has_the_same_bits_in_chunks_of_every_size_with_an_int8_cache(shape: str) -> None:
-    """More than 12 rows decode the codes first, fewer read codes; with tiles all rows decode first."""
+    """More query rows than the kernels take at once decode the codes first, fewer read codes; with tiles all decode."""
     check_chunks(shape, "none", "int8")
 
 

@@ -38,7 +38,7 @@ constexpr bool kInTiles = false;
 // Query rows at once.
 template <class W>
 constexpr int kQueryRows = kInTiles<W> ? 32 : kVectorRows<W>;
-// Most query rows that take a shorter way if their keys are in one span; 0 for none. Tiles need decoded keys.
+// Most query rows that take a shorter path if their keys are in one span; 0 for none. Tiles need decoded keys.
 template <class W, class C>
 constexpr int kOnlySpanRows = kInTiles<W> ? (kIsCoded<C> ? 0 : 16) : kVectorRows<W>;
 
@@ -96,8 +96,8 @@ INK_INLINE Factors merge(float* best, float* total, const float* span_best, cons
     return factors;
 }
 
-// scores [R][n_blocks * 16] of R query rows, from block `first` on, without the scales of codes. C: format of the blocks.
-// Prefetches the first values, for which a step of few rows would wait.
+// scores [R][n_blocks * 16] of R query rows, from block `first` on, without the scales of codes. C: format of the
+// blocks. Prefetches the first values, for which a step of few rows would wait.
 template <class W, class C, int R>
 void compute_scores(const InkShape& h, const Blocks<C>& blocks, const typename W::Number* const* queries, int first,
                     int n_blocks, float* scores) {

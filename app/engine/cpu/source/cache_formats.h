@@ -4,8 +4,8 @@
 // (pairs) in bfloat16 and 1 in float32. As codes of 8 bits: the same vectors, each packed as a vector of weights
 // (formats.h), then a scale for each of the 16 tokens, in bfloat16. model/nn/int8_cache.py defines codes and scales.
 //
-// Codes are exact in both number formats. The scale of a key multiplies its scores, the scale of a value its weights, so
-// that products read codes: code * scale is never rounded.
+// Codes are exact in both number formats. The scale of a key multiplies its scores, the scale of a value its weights,
+// so that products read codes: code * scale is never rounded.
 #pragma once
 
 #include "formats.h"
@@ -85,8 +85,8 @@ bf16 cache_scale(const float* x, int count) {
     return {scale < 0x0080 ? uint16_t(0) : scale};
 }
 
-// Calls put(c, 16 codes) for every 16 of a head's numbers, and returns their scale. Codes are number / scale, rounded to
-// the nearest integer, ties to even; all are 0 where the scale is 0 or NaN.
+// Calls put(c, 16 codes) for every 16 of a head's numbers, and returns their scale. Codes are number / scale, rounded
+// to the nearest integer, ties to even; all are 0 where the scale is 0 or NaN.
 template <class C, class F>
 INK_INLINE bf16 encode(const float* x, int count, F&& put) {
     constexpr float kRounding = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest whole number in the low bits
@@ -107,6 +107,8 @@ INK_INLINE bf16 encode(const float* x, int count, F&& put) {
 // As store_numbers(), as codes.
 template <class C>
 void store_codes(const InkShape& h, const float* k, const float* v, char* keys, char* values, int slot) {
+    // Slots of blocks that were in use before are overwritten, by several threads.
+    static_assert(C::kBytes % (kLanes * C::kStep) == 0, "codes of a cache must fill whole bytes");
     const long vectors = h.padded_head / kLanes;
     const bf16 key = encode<C>(k, h.padded_head, [&](int c, const int8_t* codes) {
         for (int i = 0; i < kLanes; i++)

@@ -7,7 +7,8 @@
 
 extern "C" {
 
-// A packed matrix; those of a layer's experts follow each other. bias and scale have one number for each output, or are null. format: see ink_format().
+// A packed matrix. The matrices of a layer's experts are consecutive. bias and scale have one number for each output,
+// or are null. format: see ink_format().
 struct InkMatrix {
     const void* packed;
     const float *bias, *scale;
