@@ -146,7 +146,7 @@ class Experts:
     bias: bool = False
     """Biases of the experts' products."""
     shared_width: Count = 0
-    """Hidden size of the feed-forward that every token passes besides; 0 means none."""
+    """Hidden size of the shared expert, a feed-forward that every token passes; 0 means none."""
 
     def __post_init__(self) -> None:
         _check_fields(self, " of the experts")

@@ -114,7 +114,7 @@ class RoutedExperts(FastModule):
 
 
 class MixtureOfExperts(FastModule):
-    """Experts with their router, and the feed-forward that every token passes besides, if there is one."""
+    """Experts with their router, and the shared expert, which every token passes, if there is one."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
