@@ -99,6 +99,24 @@ FAMILY_SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 4096,
         "torch_dtype": "bfloat16",
     },
+    # OLMoE 1B-7B with 4 of its 16 layers: 1.9 B parameters, 0.5 B of them for a token.
+    "olmoe": {
+        "model_type": "olmoe",
+        "vocab_size": 50_304,
+        "hidden_size": 2048,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": False,
+        "rope_theta": 1e4,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 4096,
+        "torch_dtype": "bfloat16",
+    },
 }
 """Models of other families by their config.json, in the published sizes."""
 

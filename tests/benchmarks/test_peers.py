@@ -194,7 +194,7 @@ def test_the_shapes_have_the_documented_sizes(name: str, millions: float) -> Non
         assert Decoder(SHAPES[name]).n_params / 1e6 == pytest.approx(millions, rel=0.005)
 
 
-@pytest.mark.parametrize(("name", "millions"), [("gemma3-1b", 999.9)])
+@pytest.mark.parametrize(("name", "millions"), [("gemma3-1b", 999.9), ("olmoe", 1884.3)])
 def test_shapes_of_other_families_have_the_published_sizes(name: str, millions: float) -> None:
     assert count_parameters(read_config(FAMILY_SHAPES[name])[1]) / 1e6 == pytest.approx(millions, rel=0.0005)
 
