@@ -156,7 +156,7 @@ def test_stream_beside_31_grammar_bombs_of_another_key(service: _Service, promis
     for start in range(0, len(names), _CONCURRENCY):
         found = promise.measured(
             lambda group=names[start : start + _CONCURRENCY]: _measure(service, group, rounds),  # type: ignore[misc]
-            lambda found: found.to_plain <= 3 and found.time_to_alone <= 5,
+            lambda found: found.to_plain <= 2 and found.time_to_alone <= 3,
         )
         _check_outcomes(found.outcomes)
         n = sum(found.outcomes.values())

@@ -12,7 +12,7 @@ this case the fork copies nothing and computes 8 again as well.
 
 A group without a window, and the only group of a model, gives a sequence the blocks of all its tokens at admission. A
 group with a window beside others gives them chunk by chunk. What it is sure to give, a claim, is what one more token
-needs: so a sequence that runs always gets on. Blocks that nobody claims make chunks longer. With blocks of 4, a window
+needs: no running sequence waits for a block. Blocks beyond all claims make chunks longer. With blocks of 4, a window
 of 6 and a prompt of 40 tokens in chunks of 8:
 
     at admission                                               a claim of 3, all set aside
