@@ -59,7 +59,7 @@ def summary(service: Service, ready: Ready, url: str) -> str:
     context = f"context of {ready.context:,} tokens{of_model}"
     rows = [
         ("model", one_line(f"{service.model_name}, from {settings.weights}")),
-        ("size", f"{ready.n_params / 1e6:,.2f} M parameters, {ready.dtype}, {context}"),
+        ("size", f"{ready.n_params / 1e6:,.2f} M parameters, {_formats(ready, settings)}, {context}"),
         ("device", one_line(f"{ready.device}, {_backend(ready)}")),
         ("page", f"{url}{with_key}"),
         ("API", f"{url}/docs{with_key}"),
@@ -87,6 +87,14 @@ def _open(url: str) -> None:
 def _backend(ready: Ready) -> str:
     name = next((text for kind, text in _BACKENDS.items() if ready.numerics.startswith(kind)), ready.numerics)
     return f"{name}; faster kernels are being built for the next start" if ready.waits_for_build else name
+
+
+def _formats(ready: Ready, settings: Settings) -> str:
+    if ready.weights in ("", ready.dtype):
+        return ready.dtype
+    is_chosen = settings.dtype == "auto" and ready.dtype == "float32"
+    reason = " (the device does not multiply bfloat16)" if is_chosen else ""
+    return f"{ready.weights} weights, computed in {ready.dtype}{reason}"
 
 
 def _reach(settings: Settings) -> str:

@@ -1,4 +1,4 @@
-"""Number formats of weights as numpy arrays: float32, and bfloat16 as uint16."""
+"""Number formats of weights as numpy arrays: float32, float16, and bfloat16 as uint16."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _PIECE = 1 << 18
 
 def as_float32(array: Array) -> Array:
     """The same numbers in float32; bfloat16 is stored as uint16."""
-    if array.dtype == np.float32:
-        return array
+    if array.dtype != np.uint16:
+        return array.astype(np.float32, copy=False)
     wide = array.astype(np.uint32)
     wide <<= 16
     return wide.view(np.float32)
@@ -36,5 +36,6 @@ def all_finite(array: Array) -> bool:
     """Whether all numbers are finite, without a copy."""
     if array.dtype == np.float32:
         return bool(np.isfinite(array.min()) and np.isfinite(array.max()))
-    # The bits of finite numbers are below 0x7F80, or from 0x8000 to 0xFF7F.
-    return bool(array.view(np.int16).max() < 0x7F80 and array.max() < 0xFF80)
+    # Exponents of ones only: the bits of finite numbers are below them, or from 0x8000 to below the negative ones.
+    limit = 0x7C00 if array.dtype == np.float16 else 0x7F80
+    return bool(array.view(np.int16).max() < limit and array.view(np.uint16).max() < limit + 0x8000)

@@ -25,7 +25,10 @@ class FormatKind:
     bits: int
     """Of a number, without its scale."""
     golden_tolerance: float | None
-    """Largest relative difference from golden.json due to rounding; None: golden.json's own absolute tolerance."""
+    """Largest relative difference from golden.json due to rounding; None: golden.json's own absolute tolerance.
+
+    Of numbers: if steps compute with them in their own format. Nothing computes in float16; files have it.
+    """
     largest: float = 0.0
     """The code of the largest number among those that share a scale; 0 without a scale."""
     needs_gpu: bool = False
@@ -36,6 +39,7 @@ class FormatKind:
 KINDS: Mapping[str, FormatKind] = {
     "float32": FormatKind(codes="numbers", bits=32, golden_tolerance=None),
     "bfloat16": FormatKind(codes="numbers", bits=16, golden_tolerance=0.05),
+    "float16": FormatKind(codes="numbers", bits=16, golden_tolerance=None),
     "int8": FormatKind(codes="integers", bits=8, largest=127.0, golden_tolerance=0.1),
     "fp8": FormatKind(codes="e4m3", bits=8, largest=448.0, golden_tolerance=0.15, needs_gpu=True),
 }

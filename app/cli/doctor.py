@@ -28,7 +28,7 @@ from app.common.version import VERSION
 from app.engine.cpu.toolchain.builder import find, find_compiler
 from app.engine.cpu.toolchain.cpu_target import BuildError, UnsupportedCpu, this_level
 from model.cgroups import memory_limits
-from model.machine import INSTALL_TORCH, describe_cpu, free_memory
+from model.machine import INSTALL_TORCH, describe_cpu, free_memory, has_native_bfloat16
 
 Level = Literal["ok", "slow", "broken", "unknown"]
 _MARKS: dict[Level, str] = {"ok": "  ", "slow": "! ", "broken": "x ", "unknown": "? "}
@@ -131,6 +131,10 @@ def _kernels(_: Given) -> Iterator[Finding]:
         else:
             compiler = find_compiler().version
             yield Finding("kernels", f"not built; {compiler}", "slow", "inkstream compile (a minute or so)")
+        native = has_native_bfloat16()
+        text = "bfloat16, which this CPU multiplies" if native else "float32: this CPU does not multiply bfloat16"
+        stays = "" if native else "; weights of 16 bits stay as the files have them"
+        yield Finding("numbers", f"--dtype auto computes in {text}{stays}")
     except UnsupportedCpu as error:
         yield Finding("kernels", f"{error}, so {instead}", level, "" if has_torch else INSTALL_TORCH)
     except BuildError as error:

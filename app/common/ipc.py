@@ -114,7 +114,7 @@ class Ready(Struct, frozen=True, kw_only=True, array_like=True, tag="ready"):
     has_encoder: bool
     numerics: str
     """Compute backend: "torch2", "native3-" and the CPU level, or "triton-", its version, a key of the kernels' sources
-    and the GPU's compute capability; then the number format, "-int8" or "-fp8" if weights are quantized, "-kv_int8" if
+    and the GPU's compute capability; then the number format, the weights' format if it differs, "-kv_int8" if
     the cache is, "-long" or "-short" for a longrope, and "-deterministic" if all steps on a GPU have one shape."""
     numerics_reason: str
     """Why this backend was chosen, for the log."""
@@ -124,6 +124,8 @@ class Ready(Struct, frozen=True, kw_only=True, array_like=True, tag="ready"):
     """Memory that a KV cache on the CPU may take; the system provides it as it is written."""
     model_context: int = 0
     """The model's own context, of which `context` is what fits or what was asked for."""
+    weights: str = ""
+    """Formats in which the matrices are stored; `dtype` is what steps compute in."""
     named_eos_ids: tuple[int, ...] = ()
     """All end tokens that config.json and generation_config.json name; the latter's alone are `eos_ids`."""
 

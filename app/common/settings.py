@@ -53,7 +53,7 @@ class Settings(BaseSettings):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device that runs the model; auto uses a GPU if there is one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Number format of weights and KV cache; auto is bfloat16 if the device supports it."""
+    """Number format of steps and KV cache; auto is bfloat16 if the device multiplies it, else float32."""
     quantize: Quantize = "none"
     """int8 stores weights as 8-bit integers: half the memory, faster with few streams; fp8 also computes in 8 bits, on
     GPUs that support it."""

@@ -22,6 +22,7 @@ from app.engine.guided.grammar_tracker import GrammarTracker
 from app.engine.memory.memory_plan import BlockBudget, CacheShape, blocks_on_cpu
 from model.checkpoint.stored_weights import StoredWeights
 from model.machine import describe_cpu, has_native_bfloat16, may_have_gpu
+from model.parameter_shapes import parameter_shapes
 from model.weight_formats import needs_gpu, weight_format
 
 Announce = Callable[[str], None]
@@ -89,7 +90,9 @@ class CppBackend:
     ) -> None:
         """selected: has a library. hashes: of the files of `weights`. store: keeps packed weights."""
         assert selected.library
-        self.numerics, self.reason = full_numerics(selected.numerics, cache_shape, config), selected.reason
+        kinds = matrix_kinds(weights, cache_shape.dtype, config)
+        self.numerics = full_numerics(selected.numerics, cache_shape, config, kinds=kinds)
+        self.reason = selected.reason
         self._library, self._weights, self._cache_shape = load_library(selected.library), weights, cache_shape
         self._config = config
         shape = weights.config
@@ -102,7 +105,7 @@ class CppBackend:
     def plan_memory(self, config: WorkerConfig, announce: Announce) -> BlockBudget:
         """See Backend.plan_memory."""
         del announce
-        n_bytes = weight_format(self._cache_shape.dtype, config.quantize).n_bytes(self._weights.n_params)
+        n_bytes = packed_bytes(self._weights, self._cache_shape.dtype, config)
         engines = 1 + config.concurrent_loaders
         return blocks_on_cpu(
             self._cache_shape,
@@ -129,6 +132,7 @@ class CppBackend:
             dtype=dtype,
             blocks=blocks,
             weight_format=weight_format(dtype, self._config.quantize),
+            stored_format=self._weights.stored_format,
             kv_cache=self._cache_shape.kv_cache,
             restored=restored,
         )
@@ -143,12 +147,32 @@ class CppBackend:
         """See Backend.release: the kernels hold nothing."""
 
 
-def full_numerics(backend: str, cache_shape: CacheShape, config: WorkerConfig, *more: str) -> str:
-    """Backend, number format, quantization of weights and cache, and `more` that affects bits."""
-    quantized = [] if config.quantize == "none" else [str(config.quantize)]
+def packed_bytes(weights: StoredWeights, dtype: str, config: WorkerConfig) -> int:
+    """Bytes of the weights in the C++ kernels."""
+    if config.quantize == "none":
+        return weights.stored_bytes(dtype)
+    return weight_format(dtype, config.quantize).n_bytes(weights.n_params)
+
+
+def matrix_kinds(weights: StoredWeights, dtype: str, config: WorkerConfig) -> list[str]:
+    """Kinds of format that matrices have in the C++ kernels."""
+    if config.quantize != "none":
+        return [config.quantize]
+    matrices = (name for name, shape in parameter_shapes(weights.config).items() if len(shape) > 1)
+    return sorted({weights.stored_format(name, dtype) for name in matrices})
+
+
+def full_numerics(
+    backend: str, cache_shape: CacheShape, config: WorkerConfig, *more: str, kinds: Items[str] = ()
+) -> str:
+    """Backend, number format, formats of weights and cache that differ from it, and `more` that affects bits.
+
+    kinds: of the weights' formats; none stands for --quantize.
+    """
+    formats = [kind for kind in kinds or [config.quantize] if kind not in ("none", cache_shape.dtype)]
     if cache_shape.kv_cache != "auto":
-        quantized.append(f"kv_{cache_shape.kv_cache}")
-    return "-".join((backend, cache_shape.dtype, *quantized, *_long_rotation(cache_shape), *more))
+        formats.append(f"kv_{cache_shape.kv_cache}")
+    return "-".join((backend, cache_shape.dtype, *formats, *_long_rotation(cache_shape), *more))
 
 
 def _long_rotation(cache_shape: CacheShape) -> list[str]:

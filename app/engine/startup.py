@@ -19,7 +19,15 @@ from app.common.model_version import Version
 from app.common.startup_timer import LOADING_WEIGHTS, PROVING
 from app.common.types import sampling_defaults
 from app.common.weights_store import FileHashes, WeightsStore
-from app.engine.backends import Announce, Backend, CppBackend, Placement, place_without_torch
+from app.engine.backends import (
+    Announce,
+    Backend,
+    CppBackend,
+    Placement,
+    matrix_kinds,
+    packed_bytes,
+    place_without_torch,
+)
 from app.engine.cpu.packed_decoder import BLOCK, padded_head_dim
 from app.engine.cpu.toolchain.backend_selection import Libraries, SelectedBackend, select_backend
 from app.engine.execution.engine import Engine
@@ -34,7 +42,7 @@ from model.checkpoint.manifest import MANIFEST_FILE, check_manifest
 from model.checkpoint.stored_weights import StoredWeights, find_weights
 from model.config import ModelConfig
 from model.machine import INSTALL_TORCH, free_memory
-from model.parameter_shapes import count_expert_parameters, count_parameters
+from model.parameter_shapes import count_expert_parameters
 from model.tokenizer.tokenizer import Tokenizer
 from model.weight_formats import QUANTIZE, needs_gpu, weight_format
 from model.weights_version import Directory
@@ -78,7 +86,7 @@ def build_engine(
         selected = select_backend(
             config.kernels, placement.dtype, placement.device, weights.config, libraries, announce
         )
-        cache_shape = _cache_shape(config, weights.config, placement, selected, limits)
+        cache_shape = _cache_shape(config, weights, placement, selected, limits)
         model, weights = weights.config, _served(weights, cache_shape.context)
         backend: Backend
         if selected.library:
@@ -111,16 +119,19 @@ def build_engine(
             announce(check_batch_invariance(make_engine, limits, weights.config, context=cache_shape.context))
         announce(_check_weights(engine, config, directory, weights, model, cache_shape))
     facts = (cache_shape, placement, engine.scheduler.pools, backend)
-    ready = _ready(weights, model, *facts, defaults=defaults, waits=selected.waits_for_build)
+    kinds = [weight_format(placement.dtype, config.quantize).kind]
+    if selected.library:
+        kinds = matrix_kinds(weights, placement.dtype, config)
+    ready = _ready(weights, model, *facts, defaults=defaults, waits=selected.waits_for_build, kinds=kinds)
     return BuiltEngine(engine, grammars, ready)
 
 
-def _check_memory(config: WorkerConfig, placement: Placement, model: ModelConfig) -> None:
+def _check_memory(config: WorkerConfig, placement: Placement, weights: StoredWeights) -> None:
     """Raises ValueError if the weights are larger than the free memory: the system would end some process.
 
     Files may have holes: 300 GB of zeros take 4 KB of disk.
     """
-    needed = weight_format(placement.dtype, config.quantize).n_bytes(count_parameters(model))
+    needed = packed_bytes(weights, placement.dtype, config)  # torch needs as much, or more
     if placement.device == "cpu" and needed > (free := free_memory()):
         raise ValueError(
             f"{config.weights}: the weights take {mib(needed)} of memory, and {mib(free)} are free: free some, or "
@@ -194,8 +205,9 @@ def _check_weights(
 
 
 def _cache_shape(
-    config: WorkerConfig, shape: ModelConfig, placement: Placement, selected: SelectedBackend, limits: StepLimits
+    config: WorkerConfig, stored: StoredWeights, placement: Placement, selected: SelectedBackend, limits: StepLimits
 ) -> CacheShape:
+    shape = stored.config
     if config.kv_cache != "auto" and shape.n_encoder_layers:
         raise ValueError(
             f"--kv-cache {config.kv_cache} does not serve a model with an encoder, and {config.weights} has one: use "
@@ -213,15 +225,17 @@ def _cache_shape(
     )
     if config.max_context:
         return cache_shape
-    is_packed = selected.library or placement.device != "cpu"  # torch has rounded numbers on a CPU
-    # Triton's kernels round experts to the format, but store them in the dtype.
-    n_params, n_stored = count_parameters(shape), 0 if placement.device == "cpu" else count_expert_parameters(shape)
-    weights = weight_format(placement.dtype, config.quantize if is_packed else "none").n_bytes(n_params - n_stored)
-    weights += weight_format(placement.dtype, "none").n_bytes(n_stored)
+    in_dtype = weight_format(placement.dtype, "none")
     if placement.device == "cpu":
         free = free_memory() - config.reserved_bytes
+        is_packed = selected.library is not None  # torch has rounded numbers on a CPU
+        weights = packed_bytes(stored, placement.dtype, config) if is_packed else in_dtype.n_bytes(stored.n_params)
         share = cache_share_on_cpu(free, weights, 1 + config.concurrent_loaders)
     else:
+        # Triton's kernels round experts to the format, but store them in the dtype.
+        n_stored = count_expert_parameters(shape)
+        weights = weight_format(placement.dtype, config.quantize).n_bytes(stored.n_params - n_stored)
+        weights += in_dtype.n_bytes(n_stored)
         total = _torch_backends(config, _NEEDS_TORCH).device_memory()
         share = cache_share_on_gpu(total, config.gpu_memory_utilization, weights)
     fitting = cache_shape.fitting(share)
@@ -252,6 +266,7 @@ def _ready(
     *,
     defaults: dict[str, float],
     waits: bool,
+    kinds: Items[str],
 ) -> Ready:
     counts = [pool.total for pool in pools]
     return Ready(
@@ -260,6 +275,7 @@ def _ready(
         vocab_size=weights.config.vocab_size,
         n_params=weights.n_params,
         dtype=placement.dtype,
+        weights=", ".join(kinds),
         device=placement.description,
         model_version=Version(weights.version),
         eos_ids=weights.eos_ids,

@@ -15,6 +15,8 @@ from model.number_formats import Array, all_finite, as_float32, rounded_to_bfloa
 
 STORED_TYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
 """Number formats of safetensors that need no scales."""
+NUMBER_FORMATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""Names of their numbers."""
 _FP8 = "F8_E4M3"
 ALLOWED_TYPES = f"{', '.join(STORED_TYPES)}, and {_FP8} with scales"
 _READ = STORED_TYPES | {_FP8: np.dtype(np.uint8)}

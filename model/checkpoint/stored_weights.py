@@ -16,13 +16,21 @@ from typing import Any, Protocol
 import numpy as np
 
 from model.checkpoint.config_file import read_config_file
-from model.checkpoint.stored_numbers import ALLOWED_TYPES, STORED_TYPES, dequantized, mapped, match_scales
+from model.checkpoint.stored_numbers import (
+    ALLOWED_TYPES,
+    NUMBER_FORMATS,
+    STORED_TYPES,
+    dequantized,
+    mapped,
+    match_scales,
+)
 from model.checkpoint.tensor_index import StoredTensor, TensorIndex, find_tensors, version_of
 from model.config import ConfigError, ModelConfig
 from model.families.spec import FamilySpec, Tensor, TensorMapping
 from model.files import CheckpointError, read_json, sha256
 from model.number_formats import Array, all_finite, as_float32, rounded_to_bfloat16
 from model.parameter_shapes import count_parameters
+from model.weight_formats import WeightFormat
 from model.weights_version import Directory, File
 
 _DTYPE_HINT = "; if inkstream check accepts the weights, serve them with --dtype float32"
@@ -144,22 +152,39 @@ class StoredWeights:
                 raise CheckpointError(f"{stored.path}: {stored.name} holds numbers that are not finite{hint}")
         return state
 
+    def stored_format(self, name: str, dtype: str) -> str:
+        """The smallest number format that holds one tensor of the Decoder as `dtype` holds it: its own, or `dtype`."""
+        formats = {self._number_format(source) for source, _ in self.mappings[name].source}
+        return formats.pop() if dtype == "float32" and len(formats) == 1 else dtype
+
+    def stored_bytes(self, dtype: str) -> int:
+        """Bytes of the parameters in their stored_format()."""
+        formats = ((WeightFormat(kind=self.stored_format(name, dtype)), each) for name, each in self.mappings.items())
+        return sum(kind.n_bytes(sum(math.prod(shape) for _, shape in each.source)) for kind, each in formats)
+
+    def _number_format(self, source: str) -> str:
+        return "bfloat16" if source in self.scales else NUMBER_FORMATS[self.tensors[source].dtype]
+
     def read(self, name: str, dtype: str) -> Array:
-        """One tensor of the Decoder in a number format, bfloat16 as uint16. Raises CheckpointError."""
+        """One tensor of the Decoder in a number format, bfloat16 as uint16. Raises CheckpointError.
+
+        dtype: float32, bfloat16, or float16 if that is its stored_format().
+        """
         array: Array = self.state(_ArrayFormat(dtype), (name,))[name]
         return array
 
 
-def _accept(_config: ModelConfig) -> None:
+def _accept(_weights: StoredWeights) -> None:
     pass
 
 
 def find_weights(
-    directory: Directory, digest: Callable[[File], str] = sha256, check: Callable[[ModelConfig], None] = _accept
+    directory: Directory, digest: Callable[[File], str] = sha256, check: Callable[[StoredWeights], None] = _accept
 ) -> StoredWeights:
     """Checks everything but the numbers: names, shapes, dtypes, sizes. Raises CheckpointError.
 
-    digest: computes or remembers the SHA-256 of a file. check: may refuse the model before its files are read whole.
+    digest: computes or remembers the SHA-256 of a file. check: may refuse the weights, which have no hashes yet, before
+    their files are read whole.
     """
     config_json, family, config = read_config_file(directory)
     index = find_tensors(directory)
@@ -170,10 +195,9 @@ def find_weights(
         mappings, scales, left_out = _match(family, config, index)
     except ConfigError as error:
         raise CheckpointError(f"{directory / 'config.json'}: {error}") from None
-    check(config)
     path = directory / ("generation_config.json" if "eos_token_id" in generation else "config.json")
     eos_ids = _eos_ids(path, {**config_json, **generation}.get("eos_token_id"), config.vocab_size)
-    return StoredWeights(
+    weights = StoredWeights(
         family=family,
         config=config,
         generation=generation,
@@ -184,8 +208,10 @@ def find_weights(
         tensors=index.tensors,
         scales=scales,
         left_out=left_out,
-        hashes={path: digest(path) for path in index.paths},
+        hashes={},
     )
+    check(weights)
+    return dataclasses.replace(weights, hashes={path: digest(path) for path in index.paths})
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +224,8 @@ class _ArrayFormat:
         """See TensorFormat."""
         if array.dtype == np.uint16:
             return array if self.dtype == "bfloat16" else as_float32(array), all_finite(array)
+        if self.dtype == "float16":
+            return array.astype(np.float16, casting="equiv", copy=False), all_finite(array)
         array = array.astype(np.float32, copy=False)
         is_finite = all_finite(array)
         if self.dtype == "bfloat16":

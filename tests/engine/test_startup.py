@@ -27,13 +27,13 @@ from app.engine.torch_backends import TorchBackend
 from app.engine.worker_loop import EngineStartError
 from model.checkpoint.config_file import load_config
 from model.config import LayerKind, Rope
-from model.files import sha256
+from model.files import sha256, write_files
 from model.parameter_shapes import count_parameters
 from model.positions import rope_table
-from model.weight_formats import KINDS
+from model.weight_formats import KINDS, Quantize
 from tests.engine.memory.test_device_errors import accelerator_error
 from tests.support import ROOT
-from tests.support.model.tiny_models import CPU_QUANTIZE, run_all, tiny_weights
+from tests.support.model.tiny_models import CPU_QUANTIZE, run_all, tiny_decoder, tiny_files, tiny_weights
 
 
 def _config(directory: Path, **changes: Any) -> WorkerConfig:
@@ -220,6 +220,20 @@ def test_int8_cache_is_part_of_numerics_and_of_the_memory_plan(
     plain, coded = (build_engine(replace(config, kv_cache=kv_cache)).ready for kv_cache in ("auto", "int8"))
     assert coded.numerics == f"{plain.numerics}-kv_int8"
     assert coded.cache_bytes * 4 * 16 == plain.cache_bytes * (16 + 2), "float32, heads of 16 numbers"
+
+
+@pytest.mark.usefixtures("native_library")
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+def test_kernels_keep_the_number_format_of_the_file_and_say_so(tmp_path: Path, stored: str, quantize: Quantize) -> None:
+    decoder = tiny_decoder()
+    write_files(tmp_path, tiny_files(decoder, dtype=getattr(torch, stored)))
+    config = WorkerConfig(weights=str(tmp_path), device="cpu", dtype="float32", quantize=quantize)
+    config = replace(config, kernels="native", library=str(find_or_build()), kv_blocks=32)
+    built, weights = build_engine(config), quantize if quantize != "none" else stored
+    assert (built.ready.dtype, built.ready.weights) == ("float32", weights)
+    suffix = "" if weights == "float32" else f"-{weights}"
+    assert built.ready.numerics.endswith(f"-float32{suffix}")
 
 
 def test_int8_cache_of_a_model_with_an_encoder_is_refused(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from app.common.ipc import WorkerConfig
 from app.engine.backends import full_numerics
 from app.engine.memory.memory_plan import CacheShape
+from model.checkpoint.stored_numbers import NUMBER_FORMATS
 from model.weight_formats import KINDS, QUANTIZE, Quantize, WeightFormat, needs_gpu, weight_format
 from tests.support.model.tiny_models import kernels, tiny_config
 
@@ -18,7 +19,8 @@ DTYPES = ("float32", "bfloat16")
 
 def test_quantize_offers_each_format_that_is_not_a_number_format() -> None:
     assert {*QUANTIZE} == {"none"} | {kind for kind, facts in KINDS.items() if facts.codes != "numbers"}
-    assert {kind for kind, facts in KINDS.items() if facts.codes == "numbers"} == {*DTYPES}
+    assert {kind for kind, facts in KINDS.items() if facts.codes == "numbers"} == {*NUMBER_FORMATS.values()}
+    assert {*NUMBER_FORMATS.values()} > {*DTYPES}, "nothing computes in float16"
     assert needs_gpu("fp8") and not needs_gpu("int8") and not needs_gpu("none")
 
 
@@ -30,8 +32,12 @@ def test_kernels_have_each_format_that_needs_no_gpu(dtype: str, quantize: Quanti
     assert (number < 0) == needs_gpu(quantize) and (number == 0) == (quantize == "none")
 
 
-def test_unquantized_weights_have_the_number_format_of_products() -> None:
-    assert kernels().ink_format(b"bfloat16", False) == kernels().ink_format(b"float32", True) == -1
+def test_products_of_float32_read_the_numbers_of_files_and_others_round_them() -> None:
+    formats = {kind: kernels().ink_format(kind.encode(), False) for kind in NUMBER_FORMATS.values()}
+    assert len({*formats.values()}) == 3 and min(formats.values()) == formats["float32"] == 0
+    for kind, number in formats.items():
+        assert kernels().ink_packed_bytes(2, 640, False, number) == WeightFormat(kind=kind).n_bytes(64 * 640)
+    assert kernels().ink_format(b"float32", True) == kernels().ink_format(b"float16", True) == -1
 
 
 def test_bytes_of_weights_are_whole() -> None:
@@ -68,5 +74,8 @@ def test_numerics_end_in_the_number_format_and_the_value_of_quantize(quantize: Q
     config = WorkerConfig(weights="", quantize=quantize)
     assert full_numerics("native3-amx", shape, config) == f"native3-amx-bfloat16{suffix}"
     assert full_numerics("torch2", shape, config, "deterministic") == f"torch2-bfloat16{suffix}-deterministic"
+    wide = replace(shape, dtype="float32")
+    assert full_numerics("native3-avx2", wide, config, kinds=["float32"]) == "native3-avx2-float32"
+    assert full_numerics("native3-avx2", wide, config, kinds=["bfloat16", "float32"]) == "native3-avx2-float32-bfloat16"
     coded = replace(shape, kv_cache="int8")
     assert full_numerics("native3-amx", coded, config) == f"native3-amx-bfloat16{suffix}-kv_int8", "other bits"

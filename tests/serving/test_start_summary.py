@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import httpx
 import pytest
+from msgspec.structs import replace
 
 from app import start_summary
 from app.common.ipc import Ready
@@ -129,6 +130,11 @@ async def test_summary_states_from_where_the_service_is_reachable(tmp_path: Path
     def shown(**settings: Any) -> str:
         return summary(LoadingService(**settings).as_service(), READY, "URL")
 
+    stored = replace(READY, dtype="float32", weights="bfloat16")
+    size = "  size    8.70 M parameters, bfloat16 weights, computed in float32"
+    reason = " (the device does not multiply bfloat16)"
+    assert f"{size}{reason}, context" in summary(LoadingService().as_service(), stored, "URL")
+    assert f"{size}, context" in summary(LoadingService(dtype="float32").as_service(), stored, "URL")
     assert "  size    8.70 M parameters, bfloat16, context of 2,048 tokens\n" in shown()
     assert "  device  2 x GPU, C++ kernels\n" in shown() and "network" not in shown()
     keyed = shown(host="0.0.0.0", keys_file=tmp_path)

@@ -16,7 +16,14 @@ import numpy as np
 
 from app.engine.cpu.huge_pages import HugepageAllocator, zeros
 from app.engine.cpu.library import Shape, Step, address_of
-from app.engine.cpu.packed_decoder import BLOCK, PackedDecoder, ReadTensor, padded_head_dim
+from app.engine.cpu.packed_decoder import (
+    BLOCK,
+    PackedDecoder,
+    ReadTensor,
+    StoredFormat,
+    as_computed,
+    padded_head_dim,
+)
 from app.engine.memory.cache_groups import block_counts
 from app.engine.scheduling.batch_plan import BatchPlan, Chunk, non_finite_chunks
 from model.cache_formats import KvCache
@@ -65,10 +72,11 @@ class NativeExecutor:
         dtype: str,
         blocks: int | Items[int],
         weight_format: WeightFormat | None = None,
+        stored_format: StoredFormat = as_computed,
         kv_cache: KvCache = "auto",
         restored: HugepageAllocator | None = None,
     ) -> None:
-        """blocks: see block_counts(). weight_format, restored: see PackedDecoder."""
+        """blocks: see block_counts(). weight_format, stored_format, restored: see PackedDecoder."""
         self.config = config
         self._library = library
         self.decoder = decoder = PackedDecoder(
@@ -78,6 +86,7 @@ class NativeExecutor:
             pool.handle,
             dtype=dtype,
             weight_format=weight_format,
+            stored_format=stored_format,
             kv_cache=kv_cache,
             restored=restored,
         )

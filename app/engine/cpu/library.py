@@ -80,6 +80,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ink_open_pool": (c_void_p, (c_int, c_int)),
     "ink_close_pool": (None, (c_void_p,)),
     "ink_format": (c_int, (c_char_p, c_int)),
+    "ink_steps": (c_int, (c_int, c_int, c_int)),
     "ink_packed_bytes": (c_long, (c_int, c_int, c_int, c_int)),
     "ink_pack": (None, (c_void_p, c_void_p, c_int, c_int, c_int, c_int, c_int, c_int, c_void_p)),
     "ink_quantize": (None, (c_void_p, c_void_p, c_int, c_int, c_int, c_int, c_void_p, c_void_p)),

@@ -26,7 +26,17 @@ from model.positions import query_scale_table, rope_table, sinusoid_table
 from model.weight_formats import WeightFormat
 
 ReadTensor = Callable[[str, str], Array]
-"""Reads a parameter of the decoder in a number format: name, float32 or bfloat16 (as uint16)."""
+"""Reads a parameter of the decoder in a number format: name, float32, float16 or bfloat16 (as uint16)."""
+StoredFormat = Callable[[str, str], str]
+"""The number format in which a parameter is packed: name, float32 or bfloat16, in which products compute. It changes
+no number."""
+
+
+def as_computed(_name: str, dtype: str) -> str:
+    """The StoredFormat of parameters that are packed as products compute with them."""
+    return dtype
+
+
 LANES = 16
 PANEL = 2 * LANES
 BLOCK = 16
@@ -54,17 +64,19 @@ class PackedDecoder:
         *,
         dtype: str,
         weight_format: WeightFormat | None = None,
+        stored_format: StoredFormat = as_computed,
         kv_cache: KvCache = "auto",
         restored: HugepageAllocator | None = None,
     ) -> None:
         """read: called once for each tensor, which is packed before the next one. pool: threads that pack.
 
-        weight_format: of the matrices; None is the number format `dtype`.
+        weight_format: to which the matrices are rounded; None, and a number format: their stored_format.
         restored: one region with what an equal decoder left in `memory`; then nothing is read or packed.
         """
         self.config, self._library, self._pool = config, library, pool
         self._dtype, self._is_bf16 = dtype, dtype == "bfloat16"
-        self._format = weight_format or WeightFormat(kind=dtype)
+        self._rounded = weight_format if weight_format and weight_format.is_quantized else None
+        self._stored_format = stored_format
         self._read, self._is_restored = read, restored is not None
         self.memory = restored or HugepageAllocator()
         """All that depends on the weights; tables of positions are elsewhere."""
@@ -198,12 +210,12 @@ class PackedDecoder:
         )
 
     def _router(self, operation: Operation) -> dict[str, Any]:
-        """Its matrix keeps the decoder's number format: rounding would choose other experts."""
+        """Its matrix is not rounded: that would choose other experts."""
         experts = self.config.experts
         assert experts
         weight, *others = operation.weights
         bias = others.pop(0) if experts.router_bias else None
-        matrix = self._matrix(weight, bias, weight_format=WeightFormat(kind=self._dtype))
+        matrix = self._matrix(weight, bias, is_rounded=False)
         return {
             "matrix": ctypes.pointer(matrix),
             "weight": sum(map(self._vector, others)),  # addends of scores, if it has them
@@ -268,28 +280,27 @@ class PackedDecoder:
         *,
         gate_rows: int = 0,
         factor: float = 1.0,
-        weight_format: WeightFormat | None = None,
+        is_rounded: bool = True,
     ) -> ctypes.Array[Matrix]:
         """The matrices of a weight [experts, rows, columns].
 
-        factor: of the product and of the bias. weight_format: if it differs from the decoder's.
+        factor: of the product and of the bias. is_rounded: to the decoder's format, if that rounds.
         """
         *experts, n_rows, k = weight.shape
-        count, weight_format = math.prod(experts), weight_format or self._format
+        count, rounded = math.prod(experts), self._rounded if is_rounded else None
+        kind = rounded.kind if rounded else self._stored_format(weight.name, self._dtype)
         panels = -(-gate_rows // LANES) if gate_rows else -(-n_rows // PANEL)
         rows, outputs = None if self._is_restored else _packed_rows(n_rows, gate_rows, panels), panels * PANEL
-        number = self._library.ink_format(weight_format.kind.encode(), self._is_bf16)
-        assert number >= 0, f"the kernels multiply {self._dtype} with no {weight_format.kind}"
+        number = self._library.ink_format(kind.encode(), self._is_bf16)
+        assert number >= 0, f"the kernels multiply {self._dtype} with no {kind}"
         n_bytes = self._library.ink_packed_bytes(panels, k, self._is_bf16, number)
         start = self.memory.allocate(count * n_bytes)
         addresses = [start + expert * n_bytes for expert in range(count)]
-        is_quantized, scales = weight_format.is_quantized, None
-        if not self._is_restored:
-            scales = self._pack(weight, gate_rows, panels, number, addresses, is_quantized=is_quantized)
-        has_scales = is_quantized or factor != 1.0
+        scales = None if self._is_restored else self._pack(weight, gate_rows, panels, kind, number, addresses)
+        has_scales = rounded is not None or factor != 1.0
         scale = self._stored(count * outputs, lambda: _rearranged(scales, rows) * factor) if has_scales else 0
         addend = self._vector(bias, count * outputs, rows, factor=factor) if bias else 0
-        steps = -(-k // (2 if self._is_bf16 else 1))
+        steps = self._library.ink_steps(k, self._is_bf16, number)
         vectors = [[at and at + 4 * outputs * expert for at in (addend, scale)] for expert in range(count)]
         places = zip(addresses, vectors, strict=True)
         return (Matrix * count)(*(Matrix(address, *of, outputs, steps, number) for address, of in places))
@@ -299,16 +310,16 @@ class PackedDecoder:
         weight: Weight,
         gate_rows: int,
         panels: int,
+        kind: str,
         number: int,
         addresses: Items[int],
-        *,
-        is_quantized: bool,
     ) -> Array:
-        """Packs each matrix of a weight to its address in the format of this number; returns the scales of all rows."""
+        """Packs each matrix of a weight to its address in a format; returns the scales of all rows."""
         *_, n_rows, k = weight.shape
         scales = np.ones((len(addresses), n_rows), np.float32)
+        is_quantized = WeightFormat(kind=kind).is_quantized
         codes = np.empty((n_rows, k), np.int8) if is_quantized else None
-        tensor = self._read(weight.name, self._dtype).reshape(-1, n_rows, k)
+        tensor = self._read(weight.name, self._dtype if is_quantized else kind).reshape(-1, n_rows, k)
         for numbers, address, of in zip(tensor, addresses, scales, strict=True):
             if codes is not None:
                 to = (address_of(codes), address_of(of))

@@ -33,5 +33,5 @@ def test_arm_computes_the_same_bits(tmp_path: Path) -> None:
     level = X86_LEVELS[1] if this_level() == AMX else this_level()
     # Without optimization, in a third of the time: test_executor.py compares the library's own levels.
     here = _digests(find_compiler().command, level, tmp_path, "-Og")
-    assert len(set(here.values())) == len(here) >= 13
+    assert len(set(here.values())) == len(here) >= 15
     assert _digests([COMPILER], NEON, tmp_path, emulator=[EMULATOR]) == here

@@ -29,15 +29,14 @@ from app.engine.quantization.quantized_weights import round_weights
 from app.engine.sampling.parameters import SamplingInput
 from app.engine.scheduling.batch_plan import BatchPlan, Chunk, Sequence
 from model.cache_formats import KvCache
-from model.checkpoint.checkpoint import load
+from model.checkpoint.checkpoint import load, weights_files
 from model.checkpoint.stored_weights import find_weights
 from model.config import Activation, Experts, LayerKind, Rope
-from model.files import CheckpointError
+from model.files import CheckpointError, write_files
 from model.nn.attention import CausalAttend
 from model.nn.int8_cache import encode
 from model.nn.transformer import Decoder
 from model.weight_formats import KINDS, Quantize, WeightFormat
-from tests.support.model.bad_weights import good_weights
 from tests.support.model.tiny_models import (
     CPU_QUANTIZE,
     GPT2,
@@ -51,6 +50,8 @@ from tests.support.model.tiny_models import (
 
 pytestmark = pytest.mark.usefixtures("native_library", "one_thread")
 LENGTH = 70
+STORED = ("bfloat16", "float16")
+"""Formats of files that products in float32 read as they are."""
 KV_CACHES: tuple[KvCache, ...] = get_args(KvCache)
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -155,6 +156,27 @@ def test_kernels_compute_with_the_weights_that_torch_rounds(shape: str, quantize
     assert torch.allclose(ours, _expected(decoder, sequence), atol=5e-4)
 
 
+@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize("shape", ["llama", "gpt2", "odd sizes", "experts", "experts of gpt-oss"])
+def test_numbers_that_a_file_stores_in_16_bits_have_the_bits_of_float32(shape: str, stored: str) -> None:
+    decoder = _rounded(tiny_decoder(tiny_config(**SHAPES[shape])), stored)
+    sequence, wide = _sequence(LENGTH, decoder.config.vocab_size), native_executor(decoder, 8)
+    narrow = native_executor(decoder, 8, stored_format=lambda *_: stored)
+    expected = _logits(wide, sequence)
+    assert torch.equal(_logits(narrow, sequence), expected)
+    _check_batch_invariance(narrow, sequence, expected, sizes=(1, 2, 3, 5, 6, 7, 13, 40))
+    least = sum(weight.numel() for weight in decoder.parameters() if weight.dim() > 1)
+    assert narrow.decoder.memory.used_bytes < wide.decoder.memory.used_bytes - 1.5 * least, "they take less memory"
+
+
+def _rounded(decoder: Decoder, stored: str) -> Decoder:
+    """The decoder with numbers of this format; some are subnormal."""
+    for tensor in decoder.state_dict().values():
+        tensor.copy_(tensor.to(getattr(torch, stored)))
+    decoder.embedding[0, :2] = torch.tensor([2**-24, -(2**-20)])
+    return decoder
+
+
 def test_matrix_quantized_in_pieces_equals_the_whole_and_zeros_stay() -> None:
     weight = torch.randn(5, 100_000)
     weight[2] = 0
@@ -230,19 +252,23 @@ def test_blocks_are_cleared_and_copied_before_a_step() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_are_packed_from_the_files_one_tensor_at_a_time(tmp_path: Path, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("file_dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_weights_are_packed_from_the_files_one_tensor_at_a_time(
+    tmp_path: Path, dtype: torch.dtype, file_dtype: torch.dtype
+) -> None:
     """The packed bits equal a decoder's in memory; non-finite numbers are found during packing."""
-    good_weights(tmp_path, seed=3)
+    write_files(tmp_path, weights_files(tiny_decoder(seed=3), dtype=file_dtype, eos_id=None, generation={}))
     whole = load(tmp_path, device=torch.device("cpu"), dtype=dtype).decoder
     stored, name = find_weights(tmp_path), str(dtype).removeprefix("torch.")
     sequence, pool = _sequence(LENGTH, whole.config.vocab_size), ThreadPool(kernels(), 2)
-    executor = NativeExecutor(kernels(), stored.config, stored.read, pool, dtype=name, blocks=8)
+    options: dict[str, Any] = {"dtype": name, "blocks": 8, "stored_format": stored.stored_format}
+    executor = NativeExecutor(kernels(), stored.config, stored.read, pool, **options)
     assert torch.equal(_logits(executor, sequence), _logits(native_executor(whole, 8), sequence))
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["model.layers.1.mlp.down_proj.weight"][3, 3] = torch.nan
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"down_proj\.weight holds numbers that are not finite"):
-        NativeExecutor(kernels(), stored.config, stored.read, pool, dtype=name, blocks=8)
+        NativeExecutor(kernels(), stored.config, stored.read, pool, **options)
 
 
 def test_every_level_computes_the_same_bits() -> None:
@@ -261,6 +287,13 @@ def test_every_level_computes_the_same_bits() -> None:
         if not torch.equal(whole, here):
             differ.append((form, kv_cache))
         _check_batch_invariance(executor, sequence, whole, sizes=(1,))
+    for shape, stored in itertools.product(("odd sizes", "gpt_neox", "experts of gpt-oss"), STORED):
+        decoder = _rounded(tiny_decoder(tiny_config(**SHAPES[shape])), stored)
+        options = {"blocks": 8, "stored_format": lambda *_, stored=stored: stored}
+        executor = native_executor_of(library, decoder, ThreadPool(library, 2), **options)
+        sequence = _sequence(LENGTH, decoder.config.vocab_size)
+        if not torch.equal(_logits(executor, sequence), _logits(native_executor(decoder, **options), sequence)):
+            differ.append((shape, stored))
     tiles = [(form, kv_cache) for form, kv_cache in forms if form[1] == torch.bfloat16]
     assert differ == (tiles if this_level() == AMX else []), "tiles round differently"
 

@@ -62,6 +62,17 @@ def test_written_weights_load_bit_for_bit_for_torch_and_the_kernels(
     write_files(tmp_path, weights_files(decoder, dtype=stored, eos_id=None, generation={}))
     found, written = find_weights(tmp_path), decoder.state_dict()
     assert found.family.name == family
+    narrow = str(stored).removeprefix("torch.")
+    for parameter, tensor in written.items():
+        assert (found.stored_format(parameter, "float32"), found.stored_format(parameter, "bfloat16")) == (
+            narrow,
+            "bfloat16",
+        )
+        words = tensor.to(stored).contiguous()
+        words = words.view(torch.uint16) if narrow == "bfloat16" else words
+        assert found.read(parameter, narrow).tobytes() == words.numpy().tobytes(), parameter
+    assert found.stored_bytes("float32") == stored.itemsize * found.n_params
+    assert found.stored_bytes("bfloat16") == 2 * found.n_params
     for name in ("float32", "bfloat16"):
         loaded = _load(tmp_path, getattr(torch, name)).decoder.state_dict()
         assert loaded.keys() == written.keys()
@@ -69,6 +80,18 @@ def test_written_weights_load_bit_for_bit_for_torch_and_the_kernels(
             assert torch.equal(tensor, written[parameter].to(stored).to(getattr(torch, name)))
             words = tensor.view(torch.uint16) if name == "bfloat16" else tensor
             assert found.read(parameter, name).tobytes() == words.contiguous().numpy().tobytes()
+
+
+def test_tensor_of_several_formats_is_stored_in_the_format_of_products(tmp_path: Path) -> None:
+    """Keys and values in float32 beside queries in bfloat16, which are one matrix here."""
+    decoder = tiny_decoder()
+    write_files(tmp_path, weights_files(decoder, dtype=torch.bfloat16, eos_id=None, generation={}))
+    name = "model.layers.0.self_attn.k_proj.weight"
+    _change_tensors(tmp_path, lambda tensors: tensors.update({name: tensors[name].float()}))
+    found, wide = find_weights(tmp_path), decoder.state_dict()["blocks.0.attention.qkv.weight"].numel()
+    formats = {name: found.stored_format(name, "float32") for name in decoder.state_dict()}
+    assert [name for name, kind in formats.items() if kind == "float32"] == ["blocks.0.attention.qkv.weight"]
+    assert found.stored_bytes("float32") == 2 * (found.n_params - wide) + 4 * wide
 
 
 def test_file_replaced_before_its_tensors_are_read_is_refused(directory: Path) -> None:

@@ -82,6 +82,7 @@ def test_fp8_is_its_number_times_its_scale_rounded_to_bfloat16(
     for target, mapping in weights.mappings.items():
         wanted = torch.cat([expected[source] for source, _ in mapping.source])
         assert torch.equal(state[target], wanted), target
+        assert weights.stored_format(target, "float32") == "bfloat16"
         assert weights.read(target, "bfloat16").tobytes() == wanted.view(torch.uint16).numpy().tobytes(), target
 
 

@@ -47,6 +47,16 @@ int largest_code(bool is_bf16, int format) {
     });
 }
 
+bool stores(bool is_bf16, int format, const char* kind) {
+    return with_format_in(is_bf16, format, [=]<class W>(W) { return !std::strcmp(W::kName, kind); });
+}
+
+// The bits of some float16 near a small float32.
+uint16_t float16(uint32_t word) {
+    const uint32_t size = word >> 13 & 0x3ffff, bias = 112 << 10;
+    return uint16_t(word >> 16 & 0x8000u) | uint16_t(size > bias ? size - bias : 0);
+}
+
 // A small decoder with odd sizes, and its cache. Variants: 0 is like Qwen3, 1 like GPT-2, 2 has parallel residuals, 3 has
 // sinks, and experts like those of gpt-oss and others in turn.
 class Model {
@@ -152,15 +162,17 @@ class Model {
         for (const float x : numbers(size_t(n_rows) * k, 0.5f)) {
             const uint32_t word = bits<uint32_t>(x);
             const char* number = reinterpret_cast<const char*>(&word);
+            const uint16_t half = float16(word);
             if (largest) raw.push_back(static_cast<char>(static_cast<int8_t>(x * 2 * largest)));
-            else raw.insert(raw.end(), number + (is_bf16_ ? 2 : 0), number + 4);
+            else if (stores(is_bf16_, format, "float16")) raw.insert(raw.end(), 2, 0), std::memcpy(&raw.back() - 1, &half, 2);
+            else raw.insert(raw.end(), number + (stores(is_bf16_, format, "bfloat16") ? 2 : 0), number + 4);
         }
         packed_.emplace_back(ink_packed_bytes(panels, k, is_bf16_, format) + 64);
         char* at = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(packed_.back().data()) + 63) / 64 * 64);
         ink_pack(&pool_, raw.data(), n_rows, k, gate_rows, panels, is_bf16_, format, at);
         const float* bias = has_bias ? floats(panels * kPanel) : nullptr;
         const float* scale = largest ? floats(panels * kPanel) : nullptr;
-        matrices_.push_back({at, bias, scale, panels * kPanel, is_bf16_ ? (k + 1) / 2 : k, format, 0});
+        matrices_.push_back({at, bias, scale, panels * kPanel, ink_steps(k, is_bf16_, format), format, 0});
         return &matrices_.back();
     }
 
@@ -212,6 +224,7 @@ int main() {
         const std::string numbers = is_bf16 ? "bfloat16" : "float32";
         for (int format = 0; format < kFormats; format++) {
             const char* name = with_format_in(is_bf16, format, []<class W>(W) { return W::kName; });
+            if (ink_format(name, is_bf16) != format) continue;  // the same as another
             print_models(is_bf16, format, false, format ? std::string(name) + " of " + numbers : numbers);
         }
         print_models(is_bf16, 0, true, numbers + " with a coded cache");

@@ -89,13 +89,15 @@ def tiny_decoder(config: ModelConfig | None = None, *, seed: int = 0, dtype: tor
     return decoder.to(dtype).requires_grad_(False).eval()
 
 
-def tiny_files(decoder: Decoder, golden: list[int] | None = None, **generation: Any) -> dict[str, bytes]:
-    """The files of a float32 weights directory, by name, with a tokenizer of VOCAB tokens trained on TEXT.
+def tiny_files(
+    decoder: Decoder, golden: list[int] | None = None, *, dtype: torch.dtype = torch.float32, **generation: Any
+) -> dict[str, bytes]:
+    """The files of a weights directory, by name, with a tokenizer of VOCAB tokens trained on TEXT.
 
     golden: prompt of golden.json. generation: fields of generation_config.json.
     """
     tokenizer = Tokenizer.train([TEXT], VOCAB)
-    files = weights_files(decoder, dtype=torch.float32, eos_id=tokenizer.eos_id, generation=generation)
+    files = weights_files(decoder, dtype=dtype, eos_id=tokenizer.eos_id, generation=generation)
     files |= {name: text.encode() for name, text in tokenizer.files().items()}
     return files | {GOLDEN_FILE: golden_file(decoder, golden)} if golden else files
 
@@ -175,10 +177,11 @@ def native_executor(
     quantize: Quantize = "none",
     kv_cache: KvCache = "auto",
     threads: int = 2,
+    **options: Any,
 ) -> NativeExecutor:
     """Runs `decoder` in the kernels of this machine."""
-    pool = ThreadPool(kernels(), threads)
-    return native_executor_of(kernels(), decoder, pool, blocks=blocks, quantize=quantize, kv_cache=kv_cache)
+    options |= {"blocks": blocks, "quantize": quantize, "kv_cache": kv_cache}
+    return native_executor_of(kernels(), decoder, ThreadPool(kernels(), threads), **options)
 
 
 def native_executor_of(

@@ -1,14 +1,16 @@
 // Formats of weights: how a matrix is rounded and packed, and how products read it.
 //
 // A format is used in products of x in float32 (by its FloatSteps) and in bfloat16 (by its PairSteps). Such a struct says
-//   Number, kStep, kUnit, Operand, broadcast(), add()  what a product computes with, from FloatSteps or PairSteps
+//   Number, kStep, kUnit, kLastFirst, Operand, broadcast(), add()  what a product computes with, from FloatSteps or
+//                PairSteps. kLastFirst: whether add() adds the second number of a step first
 //   kName        as in model/weight_formats.py
 //   kBytes       of one vector of packed weights: 16 outputs, one step
 //   Stored       type of the numbers or codes that are packed
 //   put()        packs one of them
 //   weights()    reads a vector
+//   floats()     the i-th numbers of a step of 16 outputs
 //   quantize()   rounds a row to codes and returns its scale, which is applied to the sums; only if there is a scale
-//   tile(), halves()  the same weights for the tiles of tiles.h; without them a product does without tiles
+//   tile()       the same weights for the tiles of tiles.h; without it a product does without tiles
 // An integer format (int8.h) says only how 16 codes are packed and read; Coded does the rest.
 #pragma once
 
@@ -28,6 +30,7 @@ struct FloatSteps {
     using Number = float;
     static constexpr int kStep = 1;
     static constexpr int kUnit = 1;  // panels are padded to a multiple of so many steps
+    static constexpr bool kLastFirst = false;
     using Operand = Floats;
     INK_INLINE static Operand broadcast(const Number* x) { return *x; }
     INK_INLINE static Floats add(const Operand& w, const Operand& x, const Floats& sum) { return fma(w, x, sum); }
@@ -38,6 +41,7 @@ struct PairSteps {
     using Number = bf16;
     static constexpr int kStep = 2;
     static constexpr int kUnit = kTileSteps;
+    static constexpr bool kLastFirst = true;
     using Operand = Words;
     INK_INLINE static Operand broadcast(const Number* x) {
         uint32_t pair;
@@ -52,6 +56,7 @@ struct F32 : FloatSteps {
     static constexpr int kBytes = 64;
     using Stored = float;
     INK_INLINE static Operand weights(const char* at) { return load(reinterpret_cast<const float*>(at)); }
+    INK_INLINE static Floats floats(const char* at, int) { return weights(at); }
     INK_INLINE static void put(char* at, int lane, int, Stored number) {
         std::memcpy(at + lane * sizeof number, &number, sizeof number);
     }
@@ -66,9 +71,39 @@ struct BF16 : PairSteps {
     INK_INLINE static void put(char* at, int lane, int i, Stored number) {
         std::memcpy(at + (lane * kStep + i) * sizeof number, &number, sizeof number);
     }
+    INK_INLINE static Floats floats(const char* at, int i) { return half_of(weights(at), i); }
     static const char* tile(const char* packed, char*) { return packed; }
-    INK_INLINE static std::pair<Floats, Floats> halves(const char* at) {
-        return {bits<float>(weights(at) << 16), bits<float>(weights(at) & 0xffff0000u)};
+};
+
+// bfloat16 that is computed in float32, which changes no number. Packed as BF16.
+struct WideBF16 {
+    using Number = float;
+    static constexpr int kStep = 2, kUnit = 1;
+    static constexpr bool kLastFirst = false;
+    struct Operand {
+        Floats first, second;
+    };
+    static constexpr const char* kName = BF16::kName;
+    static constexpr int kBytes = BF16::kBytes;
+    using Stored = bf16;
+    INK_INLINE static Operand broadcast(const Number* x) { return {x[0], x[1]}; }
+    INK_INLINE static Floats add(const Operand& w, const Operand& x, const Floats& sum) {
+        return fma(w.second, x.second, fma(w.first, x.first, sum));
+    }
+    INK_INLINE static Operand weights(const char* at) { return {floats(at, 0), floats(at, 1)}; }
+    INK_INLINE static Floats floats(const char* at, int i) { return BF16::floats(at, i); }
+    INK_INLINE static void put(char* at, int lane, int i, Stored number) { BF16::put(at, lane, i, number); }
+};
+
+// float16 that is computed in float32.
+struct WideF16 : FloatSteps {
+    static constexpr const char* kName = "float16";
+    static constexpr int kBytes = 32;
+    using Stored = f16;
+    INK_INLINE static Operand weights(const char* at) { return from_f16(load(reinterpret_cast<const uint16_t*>(at))); }
+    INK_INLINE static Floats floats(const char* at, int) { return weights(at); }
+    INK_INLINE static void put(char* at, int lane, int, Stored number) {
+        std::memcpy(at + lane * sizeof number, &number, sizeof number);
     }
 };
 
@@ -93,6 +128,7 @@ struct CodedFloats : FloatSteps {
     static constexpr int kLargest = Code::kLargest;
     using Stored = int8_t;
     INK_INLINE static Operand weights(const char* at) { return Code::numbers(at); }
+    INK_INLINE static Floats floats(const char* at, int) { return Code::numbers(at); }
     INK_INLINE static void put(char* at, int lane, int, Stored code) { Code::put(at, lane, code); }
     static float quantize(const Number* x, int k, Stored* codes) { return round_to_integers(x, k, Code::kLargest, codes); }
 };
@@ -107,15 +143,13 @@ struct CodedPairs : PairSteps {
     INK_INLINE static Operand weights(const char* at) {
         return bits<uint32_t>(Code::numbers(at)) >> 16 | bits<uint32_t>(Code::numbers(at + Code::kBytes));
     }
+    INK_INLINE static Floats floats(const char* at, int i) { return Code::numbers(at + i * Code::kBytes); }
     INK_INLINE static void put(char* at, int lane, int i, Stored code) { Code::put(at + i * Code::kBytes, lane, code); }
     static float quantize(const Number* x, int k, Stored* codes) { return round_to_integers(x, k, Code::kLargest, codes); }
     INK_INLINE static const char* tile(const char* packed, char* buffer) {
         uint32_t* to = reinterpret_cast<uint32_t*>(buffer);
         for (int i = 0; i < 2 * kTileSteps; i++) store(to + i * kLanes, weights(packed + i * kBytes));
         return buffer;
-    }
-    INK_INLINE static std::pair<Floats, Floats> halves(const char* at) {
-        return {Code::numbers(at), Code::numbers(at + Code::kBytes)};
     }
 };
 
@@ -130,8 +164,15 @@ struct Coded {
     using In = std::conditional_t<std::is_same_v<X, F32>, CodedFloats<Code>, CodedPairs<Code>>;
 };
 
+// Numbers of 16 bits as the file has them: in products of float32. Those of bfloat16 have their own (Unquantized).
+template <class Wide>
+struct Stored {
+    template <class X>
+    using In = std::conditional_t<std::is_same_v<X, F32>, Wide, X>;
+};
+
 // All formats. A format's number is its place; ink_format() tells Python.
-using Formats = std::tuple<Unquantized, Coded<Int8>>;
+using Formats = std::tuple<Unquantized, Coded<Int8>, Stored<WideBF16>, Stored<WideF16>>;
 constexpr int kFormats = std::tuple_size_v<Formats>;
 
 // f(the struct of format number `format` in products of X).

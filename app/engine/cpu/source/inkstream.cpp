@@ -31,9 +31,14 @@ int ink_format(const char* name, int is_bf16) {
     return -1;
 }
 
+// Steps of a row of k numbers.
+int ink_steps(int k, int is_bf16, int format) {
+    return with_format_in(is_bf16, format, [&]<class W>(W) { return (k + W::kStep - 1) / W::kStep; });
+}
+
 long ink_packed_bytes(int panels, int k, int is_bf16, int format) {
     return with_format_in(is_bf16, format, [&]<class W>(W) {
-        return panels * panel_bytes<W>((k + W::kStep - 1) / W::kStep);
+        return panels * panel_bytes<W>(ink_steps(k, is_bf16, format));
     });
 }
 

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <functional>
 
+#include "float_blocks.h"
 #include "formats.h"
 #include "interface.h"
 #include "threads.h"
@@ -23,16 +24,15 @@ constexpr long panel_bytes(int steps) {
     return 2L * ((steps + W::kUnit - 1) / W::kUnit) * W::kUnit * W::kBytes;
 }
 
-// As many accumulators as the registers hold: 32 of 64 bytes with AVX-512, elsewhere 16 of 32 bytes or fewer.
+// Takes the sums of a tile: [rows][panels][2] vectors, from `row` and `panel` on.
+using Epilogue = std::function<void(int row, int rows, int panel, int panels, const Floats* sums)>;
+
 #if defined(__AVX512F__)
-constexpr int kMostRows = 12, kFewRows = 6;
-#else
-constexpr int kMostRows = 3, kFewRows = 1;
-#endif
+constexpr int kMostRows = 12, kFewRows = 6;  // accumulators for 32 registers of 64 bytes
 
 // Up to so many rows take one panel after the other, as do more than kFewRows: one stream of memory is faster than two
 // (PERFORMANCE.md). Those in between take two panels at once, which share the time that splitting pairs of x takes.
-#if defined(__AVX512F__) && !defined(__AVX512BF16__)
+#if !defined(__AVX512BF16__)
 template <class W>
 constexpr int kRowsBoundByReading = W::kStep > 1 ? W::kBytes / 32 : kFewRows;
 #else
@@ -63,26 +63,10 @@ INK_INLINE void multiply(const typename W::Number* x, long stride, const char* p
     for (int i = 0; i < R * 2 * P; i++) results[i] = sums[i / (2 * P)][i % (2 * P)];
 }
 
-// Takes the sums of a tile: [rows][panels][2] vectors, from `row` and `panel` on.
-using Epilogue = std::function<void(int row, int rows, int panel, int panels, const Floats* sums)>;
-
-// f(n) for n from 1 to MOST, with n as a constant.
-template <int MOST, class F>
-void with_constant(int n, F&& f) {
-    if constexpr (MOST > 1)
-        if (n < MOST) return with_constant<MOST - 1>(n, f);
-    f(std::integral_constant<int, MOST>());
-}
-
-// Rows [first, last) of x times panels [panel, end).
+// See product().
 template <class W>
-void product(const typename W::Number* x, long stride, int first, int last, const InkMatrix& m, int panel, int end,
-             const Epilogue& epilogue) {
-    const long bytes = panel_bytes<W>(m.steps);
-#if defined(__AMX_BF16__)
-    if constexpr (requires { W::tile(nullptr, nullptr); })
-        return product_in_tiles<W>(x, stride, first, last, m, bytes, panel, end, epilogue);
-#endif
+void product_in_registers(const typename W::Number* x, long stride, int first, int last, const InkMatrix& m, long bytes,
+                          int panel, int end, const Epilogue& epilogue) {
     const auto tile = [&]<int R, int P>(int row, std::integral_constant<int, R>, std::integral_constant<int, P>) {
         Floats sums[R * 2 * P];
         const char* packed = static_cast<const char*>(m.packed) + panel * bytes;
@@ -99,6 +83,23 @@ void product(const typename W::Number* x, long stride, int first, int last, cons
             const int from = first + rows * t / tiles, to = first + rows * (t + 1) / tiles;
             with_constant<kMostRows>(to - from, [&](auto r) { tile(from, r, std::integral_constant<int, 1>()); });
         }
+}
+#endif
+
+// Rows [first, last) of x times panels [panel, end).
+template <class W>
+void product(const typename W::Number* x, long stride, int first, int last, const InkMatrix& m, int panel, int end,
+             const Epilogue& epilogue) {
+    const long bytes = panel_bytes<W>(m.steps);
+#if defined(__AMX_BF16__)
+    if constexpr (requires { W::tile(nullptr, nullptr); })
+        return product_in_tiles<W>(x, stride, first, last, m, bytes, panel, end, epilogue);
+#endif
+#if defined(__AVX512F__)
+    product_in_registers<W>(x, stride, first, last, m, bytes, panel, end, epilogue);
+#else
+    product_in_float_blocks<W>(x, stride, first, last, m, bytes, panel, end, epilogue);
+#endif
 }
 
 // Copies W [n_rows, k] into panels. `gate_rows`: if not 0, W is a gate matrix stacked on an up matrix of so many rows

@@ -41,7 +41,6 @@ template <class W>
 class Decoder : public Executor {
     using Number = typename W::Number;
     static constexpr int kRowsPerTask = 8;
-    static constexpr int kRowsPerBlock = 192;
     static constexpr int kRowsPerPass = 512;  // of experts; more would need more memory for what each of them computes
     static constexpr int kTasksPerThread = 4;
 
@@ -181,10 +180,7 @@ class Decoder : public Executor {
         const float* position_embedding = table ? table + long(rows_[row].position) * shape_.width : nullptr;
         float* to = floats(kResidual, row);
         for (int i = 0; i < shape_.width; i++) {
-            const auto packed = P::weights(column + 2L * (i / P::kStep) * P::kBytes)[lane];
-            float number;
-            if constexpr (P::kStep == 1) number = packed;
-            else number = to_float(bf16{uint16_t(packed >> 16 * (i % 2))});
+            const float number = P::floats(column + 2L * (i / P::kStep) * P::kBytes, i % P::kStep)[lane];
             to[i] = number * scale + (position_embedding ? position_embedding[i] : 0.0f);
         }
         // Products also read the padding, where an earlier step may have left NaN (0 * inf).
@@ -222,7 +218,7 @@ class Decoder : public Executor {
     }
 
     // A task is a pair of panels, and with many rows a block of rows that fits the L2 cache.
-    static int row_blocks(int n_rows) { return (n_rows + kRowsPerBlock - 1) / kRowsPerBlock; }
+    static int row_blocks(int n_rows) { return (n_rows + kMostProductRows - 1) / kMostProductRows; }
     static int panel_pairs(const InkMatrix& m) { return (m.outputs / kPanel + 1) / 2; }
     static int product_tasks(const InkMatrix& m, int n_rows) { return row_blocks(n_rows) * panel_pairs(m); }
 

@@ -120,8 +120,7 @@ __attribute__((noinline)) void multiply_row(const bf16* x, const char* panel, lo
             for (int v = 0; v < 2 * P; v++) {
                 const char* at = panel + (v / 2) * panel_bytes + (2L * (s + i) + v % 2) * W::kBytes;
                 if (v % 2 == 0 || W::kBytes == 64) __builtin_prefetch(at + 4096);
-                const auto [even_w, odd_w] = W::halves(at);
-                even[v] = fma(even_w, even_x[i], even[v]), odd[v] = fma(odd_w, odd_x[i], odd[v]);
+                even[v] = fma(W::floats(at, 0), even_x[i], even[v]), odd[v] = fma(W::floats(at, 1), odd_x[i], odd[v]);
             }
         for (int v = 0; v < 2 * P; v++) sums[v] += even[v] + odd[v];
     }

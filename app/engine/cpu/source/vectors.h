@@ -50,6 +50,14 @@ INK_INLINE void for_each_part(F f) {
     if constexpr (kParts > 2) f(2), f(3);
 }
 
+// f(n) for n from 1 to MOST, with n as a constant.
+template <int MOST, class F>
+void with_constant(int n, F&& f) {
+    if constexpr (MOST > 1)
+        if (n < MOST) return with_constant<MOST - 1>(n, f);
+    f(std::integral_constant<int, MOST>());
+}
+
 // Sixteen numbers. A number converts to the vector that has it in every lane.
 template <class T>
 struct Vector {
@@ -245,6 +253,30 @@ INK_INLINE Floats from_bf16(const Vector<uint16_t>& x) {
         return (Part)_mm256_slli_epi32(_mm256_cvtepu16_epi32((__m128i)part), 16);
 #else
         return (Part)(__builtin_convertvector(part, PartOf<uint32_t>) << 16);
+#endif
+    }, x);
+}
+
+// The first or second bfloat16 of the pair in each lane.
+INK_INLINE Floats half_of(const Words& pairs, int i) { return bits<float>(i ? pairs & 0xffff0000u : pairs << 16); }
+
+struct f16 {
+    uint16_t bits;
+};
+
+// float16 in float32. The last form is for finite numbers.
+INK_INLINE Floats from_f16(const Vector<uint16_t>& x) {
+    return by_parts([](auto part) {
+#if defined(__AVX512F__)
+        return (Part)_mm512_cvtph_ps((__m256i)part);
+#elif defined(__F16C__)
+        return (Part)_mm256_cvtph_ps((__m128i)part);
+#elif defined(__ARM_NEON)
+        return (Part)vcvt_f32_f16(vreinterpret_f16_u16((uint16x4_t)part));
+#else
+        const auto wide = __builtin_convertvector(part, PartOf<uint32_t>);
+        const Part size = (Part)((wide & 0x7fffu) << 13) * 0x1p112f;
+        return (Part)((PartOf<uint32_t>)size | (wide & 0x8000u) << 16);
 #endif
     }, x);
 }

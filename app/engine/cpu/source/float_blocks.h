@@ -1,0 +1,138 @@
+// Products for CPUs whose vectors have 32 bytes or fewer: AVX2, NEON.
+//
+// These CPUs compute in float32 only, so every number is converted. A tile is up to 3 rows by both vectors of a panel, or
+// up to 6 rows by one of them: its accumulators fit into 16 registers. Steps are taken in blocks, whose weights stay in
+// the L1 cache; between blocks the accumulators are in memory, which rounds nothing. With many rows, the weights of a
+// block are converted once for all of them.
+#pragma once
+
+#include <algorithm>
+
+#include "formats.h"
+#include "interface.h"
+
+namespace ink {
+
+constexpr int kMostProductRows = 192;  // of a product at once
+constexpr int kRowsOfTile = 6;
+constexpr int kTilesThatConvert = 2;  // the same weights, each for itself: faster than writing them once
+constexpr int kBlockNumbers = 128;  // of each output: 16 KB of a panel in float32
+
+// Weights of format W that are converted: a step has the same numbers, one vector of 16 outputs after the other.
+template <class W>
+struct Widened {
+    static constexpr int kStep = W::kStep, kBytes = 64 * kStep;
+    static constexpr bool kLastFirst = W::kLastFirst;
+    INK_INLINE static Floats floats(const char* at, int i) { return load(reinterpret_cast<const float*>(at) + i * kLanes); }
+};
+template <class W>
+constexpr bool kIsFloat32 = W::kBytes == 64 * W::kStep;
+
+// Rows of a tile that takes both vectors of a panel. Numbers that are converted need registers, too.
+template <class W>
+constexpr int kRowsOfPanel = kIsFloat32<W> ? 3 : 2;
+
+INK_INLINE void prefetch_ahead(const char* at, int bytes) {
+    for (int line = 0; line < bytes; line += 64) __builtin_prefetch(at + line + 4096);
+}
+
+// Adds the products of R rows by V vectors of a panel to sums[row][vector].
+template <class W, int R, int V>
+INK_INLINE void add_block(const float* x, long stride, const char* packed, int steps, bool prefetches, Floats (*sums)[2]) {
+    Floats totals[R][V];
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < V; v++) totals[r][v] = sums[r][v];
+    for (int s = 0; s < steps; s++, packed += 2 * W::kBytes, x += W::kStep) {
+        if (prefetches) prefetch_ahead(packed, 2 * W::kBytes);
+#pragma GCC unroll 2
+        for (int n = 0; n < W::kStep; n++) {
+            const int i = W::kLastFirst ? W::kStep - 1 - n : n;
+            if constexpr (V == 1) {
+                const Floats w = W::floats(packed, i);
+#pragma GCC unroll 6
+                for (int r = 0; r < R; r++) totals[r][0] = fma(w, x[r * stride + i], totals[r][0]);
+            } else {  // one part of the weights after the other: registers for all of them are lacking
+                Part numbers[R];
+#pragma GCC unroll 3
+                for (int r = 0; r < R; r++) numbers[r] = x[r * stride + i] - Part{};
+#pragma GCC unroll 2
+                for (int v = 0; v < V; v++) {
+                    const Floats w = W::floats(packed + v * W::kBytes, i);
+                    for_each_part([&](int part) {
+#pragma GCC unroll 3
+                        for (int r = 0; r < R; r++)
+                            totals[r][v].part[part] = fma(w.part[part], numbers[r], totals[r][v].part[part]);
+                    });
+                }
+            }
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < V; v++) sums[r][v] = totals[r][v];
+}
+
+// As add_block(), of up to kRowsOfTile rows by a panel.
+template <class W>
+void add_tile(int rows, const float* x, long stride, const char* packed, int steps, bool prefetches, Floats (*sums)[2]) {
+    with_constant<kRowsOfTile>(rows, [&](auto r) {
+        if constexpr (r <= kRowsOfPanel<W>) {
+            add_block<W, r, 2>(x, stride, packed, steps, prefetches, sums);
+        } else {
+            add_block<W, r, 1>(x, stride, packed, steps, prefetches, sums);
+            add_block<W, r, 1>(x, stride, packed + W::kBytes, steps, false, reinterpret_cast<Floats(*)[2]>(&sums[0][1]));
+        }
+    });
+}
+
+// Converts the weights of a block.
+template <class W>
+void widen(const char* packed, int steps, Floats* to) {
+    for (int s = 0; s < steps; s++, packed += 2 * W::kBytes) {
+        prefetch_ahead(packed, 2 * W::kBytes);
+        for (int v = 0; v < 2; v++)
+            for (int i = 0; i < W::kStep; i++) *to++ = W::floats(packed + v * W::kBytes, i);
+    }
+}
+
+// Converts x of a block: rows of kBlockNumbers numbers.
+inline void widen(const bf16* x, long stride, int rows, int count, float* to) {
+    for (int row = 0; row < rows; row++, x += stride, to += kBlockNumbers)
+        for (int i = 0; i < count; i++) to[i] = to_float(x[i]);
+}
+
+// See product() in product.h.
+template <class W, class Epilogue>
+void product_in_float_blocks(const typename W::Number* x, long stride, int first, int last, const InkMatrix& m,
+                             long panel_bytes, int panel, int end, const Epilogue& epilogue) {
+    constexpr int kSteps = kBlockNumbers / W::kStep;
+    constexpr bool kIsWide = std::is_same_v<typename W::Number, float>;
+    Floats sums[kMostProductRows][2], weights[kIsFloat32<W> ? 1 : 2 * kBlockNumbers];
+    float wide_x[kIsWide ? 1 : kMostProductRows * kBlockNumbers];
+    const int rows = last - first, tiles = (rows + kRowsOfTile - 1) / kRowsOfTile;
+    for (; panel < end; panel++) {
+        std::fill_n(sums[0], 2 * rows, Floats{});
+        const char* packed = static_cast<const char*>(m.packed) + panel * panel_bytes;
+        for (int step = 0; step < m.steps; step += kSteps, packed += 2L * kSteps * W::kBytes) {
+            const int steps = std::min(kSteps, m.steps - step);
+            const typename W::Number* block_x = x + first * stride + step * W::kStep;
+            const auto add = [&]<class B>(B, const char* block, int row, int count, bool prefetches) {
+                if constexpr (kIsWide) add_tile<B>(count, block_x + row * stride, stride, block, steps, prefetches, sums + row);
+                else add_tile<B>(count, wide_x + row * kBlockNumbers, kBlockNumbers, block, steps, prefetches, sums + row);
+            };
+            if constexpr (!kIsWide) widen(block_x, stride, rows, steps * W::kStep, wide_x);
+            const auto add_tiles = [&]<class B>(B format, const char* block, bool prefetches) {
+                for (int t = 0; t < tiles; t++)
+                    add(format, block, rows * t / tiles, rows * (t + 1) / tiles - rows * t / tiles, prefetches && !t);
+            };
+            if (kIsFloat32<W> || tiles <= kTilesThatConvert) {
+                add_tiles(W(), packed, true);
+            } else {
+                widen<W>(packed, steps, weights);
+                add_tiles(Widened<W>(), reinterpret_cast<const char*>(weights), false);
+            }
+        }
+        epilogue(first, rows, panel, 1, sums[0]);
+    }
+}
+
+}  // namespace ink
