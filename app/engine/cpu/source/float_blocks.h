@@ -32,18 +32,30 @@ constexpr bool kIsFloat32 = W::kBytes == 64 * W::kStep;
 template <class W>
 constexpr int kRowsOfPanel = kIsFloat32<W> ? 3 : 2;
 
-INK_INLINE void prefetch_ahead(const char* at, int bytes) {
-    for (int line = 0; line < bytes; line += 64) __builtin_prefetch(at + line + 4096);
-}
+// Lines of memory that a tile prefetches while it computes: its share of the next block. A tile that is alone and takes
+// both vectors reads in the order of memory, and prefetches as it reads.
+struct Ahead {
+    const char* from;
+    int lines;
+    bool follows_reading = false;
+    Ahead part(int i, int of) const {
+        const int first = lines * i / of;
+        return {from + 64L * first, lines * (i + 1) / of - first};
+    }
+};
 
 // Adds the products of R rows by V vectors of a panel to sums[row][vector].
 template <class W, int R, int V>
-INK_INLINE void add_block(const float* x, long stride, const char* packed, int steps, bool prefetches, Floats (*sums)[2]) {
+INK_INLINE void add_block(const float* x, long stride, const char* packed, int steps, Ahead ahead, Floats (*sums)[2]) {
     Floats totals[R][V];
     for (int r = 0; r < R; r++)
         for (int v = 0; v < V; v++) totals[r][v] = sums[r][v];
     for (int s = 0; s < steps; s++, packed += 2 * W::kBytes, x += W::kStep) {
-        if (prefetches) prefetch_ahead(packed, 2 * W::kBytes);
+        if (V > 1 && ahead.follows_reading) {
+            for (int line = 0; line < 2 * W::kBytes; line += 64) __builtin_prefetch(packed + line + 4096);
+        } else if (V * s < ahead.lines) {
+            for (int v = 0; v < V; v++) __builtin_prefetch(ahead.from + 64L * (V * s + v), 0, 2);
+        }
 #pragma GCC unroll 2
         for (int n = 0; n < W::kStep; n++) {
             const int i = W::kLastFirst ? W::kStep - 1 - n : n;
@@ -73,25 +85,22 @@ INK_INLINE void add_block(const float* x, long stride, const char* packed, int s
 
 // As add_block(), of up to kRowsOfTile rows by a panel.
 template <class W>
-void add_tile(int rows, const float* x, long stride, const char* packed, int steps, bool prefetches, Floats (*sums)[2]) {
+void add_tile(int rows, const float* x, long stride, const char* packed, int steps, Ahead ahead, Floats (*sums)[2]) {
     with_constant<kRowsOfTile>(rows, [&](auto r) {
-        if constexpr (r <= kRowsOfPanel<W>) {
-            add_block<W, r, 2>(x, stride, packed, steps, prefetches, sums);
-        } else {
-            add_block<W, r, 1>(x, stride, packed, steps, prefetches, sums);
-            add_block<W, r, 1>(x, stride, packed + W::kBytes, steps, false, reinterpret_cast<Floats(*)[2]>(&sums[0][1]));
-        }
+        if constexpr (r <= kRowsOfPanel<W>)
+            return add_block<W, r, 2>(x, stride, packed, steps, ahead, sums);
+        for (int v = 0; v < 2; v++)
+            add_block<W, r, 1>(x, stride, packed + v * W::kBytes, steps, ahead.part(v, 2),
+                               reinterpret_cast<Floats(*)[2]>(&sums[0][v]));
     });
 }
 
 // Converts the weights of a block.
 template <class W>
 void widen(const char* packed, int steps, Floats* to) {
-    for (int s = 0; s < steps; s++, packed += 2 * W::kBytes) {
-        prefetch_ahead(packed, 2 * W::kBytes);
+    for (int s = 0; s < steps; s++, packed += 2 * W::kBytes)
         for (int v = 0; v < 2; v++)
             for (int i = 0; i < W::kStep; i++) *to++ = W::floats(packed + v * W::kBytes, i);
-    }
 }
 
 // Converts x of a block: rows of kBlockNumbers numbers.
@@ -115,20 +124,21 @@ void product_in_float_blocks(const typename W::Number* x, long stride, int first
         for (int step = 0; step < m.steps; step += kSteps, packed += 2L * kSteps * W::kBytes) {
             const int steps = std::min(kSteps, m.steps - step);
             const typename W::Number* block_x = x + first * stride + step * W::kStep;
-            const auto add = [&]<class B>(B, const char* block, int row, int count, bool prefetches) {
-                if constexpr (kIsWide) add_tile<B>(count, block_x + row * stride, stride, block, steps, prefetches, sums + row);
-                else add_tile<B>(count, wide_x + row * kBlockNumbers, kBlockNumbers, block, steps, prefetches, sums + row);
-            };
             if constexpr (!kIsWide) widen(block_x, stride, rows, steps * W::kStep, wide_x);
-            const auto add_tiles = [&]<class B>(B format, const char* block, bool prefetches) {
-                for (int t = 0; t < tiles; t++)
-                    add(format, block, rows * t / tiles, rows * (t + 1) / tiles - rows * t / tiles, prefetches && !t);
+            const auto add_tiles = [&]<class B>(B, const char* block) {
+                const Ahead next = {packed + 2L * kSteps * W::kBytes, 2 * kSteps * W::kBytes / 64, tiles == 1};
+                for (int t = 0; t < tiles; t++) {
+                    const int row = rows * t / tiles, count = rows * (t + 1) / tiles - row;
+                    const Ahead ahead = tiles > 1 ? next.part(t, tiles) : next;
+                    if constexpr (kIsWide) add_tile<B>(count, block_x + row * stride, stride, block, steps, ahead, sums + row);
+                    else add_tile<B>(count, wide_x + row * kBlockNumbers, kBlockNumbers, block, steps, ahead, sums + row);
+                }
             };
             if (kIsFloat32<W> || tiles <= kTilesThatConvert) {
-                add_tiles(W(), packed, true);
+                add_tiles(W(), packed);
             } else {
                 widen<W>(packed, steps, weights);
-                add_tiles(Widened<W>(), reinterpret_cast<const char*>(weights), false);
+                add_tiles(Widened<W>(), reinterpret_cast<const char*>(weights));
             }
         }
         epilogue(first, rows, panel, 1, sums[0]);
