@@ -299,11 +299,17 @@ class DecodeSteps:
     def step(self, rows: int) -> tuple[float, float, array[float]]:
         """Seconds of a decode step of `rows` sequences, of its head, and of each operation before it."""
         length = self._length
-        return self._time([Chunk(_sequence(self._config, row, length), length, length + 1) for row in range(rows)])
+        return self._time([Chunk(self._sequence(row, length), length, length + 1) for row in range(rows)])
 
     def prefill(self, tokens: int) -> float:
         """Seconds of a step with a prompt of `tokens` tokens."""
-        return self._time([Chunk(_sequence(self._config, 0, tokens), 0, tokens)])[0]
+        return self._time([Chunk(self._sequence(0, tokens), 0, tokens)])[0]
+
+    def _sequence(self, row: int, length: int) -> EngineSequence:
+        n_blocks, n_groups = length // BLOCK + 1, len(self._executor.decoder.groups)
+        one = request(str(row), random_prompt(length + 1, self._config.vocab_size, row), 1)
+        blocks = array("i", range(row * n_blocks, (row + 1) * n_blocks))
+        return EngineSequence(request=one, tokens=array("q", one.prompt), arrival=row, blocks=(blocks,) * n_groups)
 
     def _time(self, chunks: Sequence[Chunk]) -> tuple[float, float, array[float]]:
         seconds = self._executor.seconds = array("d", bytes(8 * len(self.names)))
@@ -357,13 +363,6 @@ def _levels(weights: Path, kernels: str, shape: str, int8: bool, rounds: int, ca
 
 def _least(take: Callable[[], float], times: int) -> float:
     return min(take() for _ in range(times))
-
-
-def _sequence(config: ModelConfig, row: int, length: int) -> EngineSequence:
-    n_blocks = length // BLOCK + 1
-    one = request(str(row), random_prompt(length + 1, config.vocab_size, row), 1)
-    blocks = array("i", range(row * n_blocks, (row + 1) * n_blocks))
-    return EngineSequence(request=one, tokens=array("q", one.prompt), arrival=row, blocks=(blocks,))
 
 
 if __name__ == "__main__":
