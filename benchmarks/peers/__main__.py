@@ -1,4 +1,4 @@
-"""Compares OpenVINO GenAI, llama.cpp, transformers: `python -m benchmarks.peers --models default,C`.
+"""Compares OpenVINO GenAI, llama.cpp, transformers, vLLM: `python -m benchmarks.peers --models default,C`.
 
 Installs peers from PyPI on first use, each into an environment of its own below .peers/. Every engine runs in a process
 of its own with the same number of threads. Engines are measured in turn, A B C, B C A, ...; only one computes at a
@@ -28,12 +28,13 @@ from benchmarks.peers.comparison import (
     table,
 )
 from benchmarks.peers.peer_pool import Workspace
-from benchmarks.peers.provision import OURS
+from benchmarks.peers.provision import GGUF_FORMATS, OURS
 from benchmarks.service_process import ROOT
 from benchmarks.shapes import FAMILY_SHAPES, SMOLLM2, find_model
 from benchmarks.smollm2 import NotAvailable
 
-PEERS = ("openvino", "llama.cpp", "transformers")
+PEERS = ("openvino", "llama.cpp", "transformers", "vllm")
+"""Of every comparison, unless --peers says otherwise."""
 PRECISIONS = ("bf16", "f32", "int8")
 PARTS = ("engine", "prefill", "server")
 _MODELS = ("default", "A", "B", "C", "1b", *FAMILY_SHAPES, SMOLLM2)
@@ -47,7 +48,7 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     for flag, choices, default in (
         ("--models", _MODELS, ("default", "C")),
         ("--what", PARTS, PARTS),
-        ("--peers", PEERS, PEERS),
+        ("--peers", (*PEERS, *GGUF_FORMATS), PEERS),
         ("--precisions", PRECISIONS, PRECISIONS),
         ("--server-precisions", PRECISIONS, ("bf16",)),
     ):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 import socket
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,17 +21,23 @@ from typing import Literal
 from benchmarks.common import Percentiles, in_turn, percentiles_ms, range_of
 from benchmarks.load import LevelProgress, LoadPlan, run_level
 from benchmarks.peers.peer_pool import AdapterProcess, Workspace, plain_environment
-from benchmarks.peers.provision import OURS, PeerError, llama_library
+from benchmarks.peers.provision import OURS, PeerError, llama_library, program_of
 from benchmarks.service_process import ServiceStartError, running, serve_command
 from benchmarks.shapes import Model
 
 _WARM_TOKENS = 8
 _PREFILLS = 3
 """Prefills per sample, since a single one takes only milliseconds."""
-_START_SECONDS = 300
+_START_SECONDS = 600
+"""vLLM compiles its model when it starts."""
 _POLL_SECONDS = 0.1
 _DTYPES = {"bf16": "bfloat16", "f32": "float32", "int8": "bfloat16"}
 _STREAMS = 32
+_VLLM_DTYPES = {"bf16": "bfloat16", "f32": "float32"}
+_VLLM_KV_CACHE = 2 << 30
+"""Bytes; by default vLLM wants nearly all memory."""
+_VLLM_BATCH = 8192
+"""Tokens of a step: all prompts of a load at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,8 +187,11 @@ def engine_starts(workspace: Workspace, engines: Sequence[str], model: Model, pr
 def server_starts(workspace: Workspace, engines: Sequence[str], model: Model, precision: str) -> dict[str, Start]:
     """Servers, and the engines that take their load in process."""
     starts: dict[str, Start] = {OURS: partial(_our_service, workspace, model, precision)}
-    if "llama.cpp" in engines:
-        starts["llama.cpp"] = partial(_llama_server, workspace, model, precision)
+    for name in engines:
+        if program_of(name) == "llama.cpp":
+            starts[name] = partial(_llama_server, workspace, name, model, precision)
+        if name == "vllm":
+            starts[name] = partial(_vllm_server, workspace, model, precision)
     starts["our bare engine"] = partial(_engine, workspace, OURS, model, precision)
     if "openvino" in engines:
         starts["openvino in process"] = partial(_engine, workspace, "openvino", model, precision)
@@ -237,24 +247,73 @@ def _our_service(workspace: Workspace, model: Model, precision: str) -> Iterator
 
 
 @contextmanager
-def _llama_server(workspace: Workspace, model: Model, precision: str) -> Iterator[tuple[dict[str, str], Target]]:
+def _llama_server(
+    workspace: Workspace, name: str, model: Model, precision: str
+) -> Iterator[tuple[dict[str, str], Target]]:
     """llama-server with as many slots as streams; its cache of old prompts, which costs time here, is off."""
-    _, path = workspace.installed("llama.cpp", model, precision)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
+    _, path = workspace.installed(name, model, precision)
+    port = _free_port()
     context = _STREAMS * (-(-workspace.length // 256) * 256)
     command: list[str | Path] = [llama_library(workspace.folder) / "llama-server", "--model", path, "--port", str(port)]
     command += ["--parallel", str(_STREAMS), "--ctx-size", str(context), "--threads", str(workspace.threads)]
     command += ["--cache-ram", "0"]
-    with _serving(workspace, command, "llama-server", "/health", f"http://127.0.0.1:{port}") as target:
-        yield {}, target
+    with _serving(workspace, command, f"{name}-server", "/health", f"http://127.0.0.1:{port}") as target:
+        yield {"file": path.name, "bytes": str(path.stat().st_size)}, target
+
+
+@contextmanager
+def _vllm_server(workspace: Workspace, model: Model, precision: str) -> Iterator[tuple[dict[str, str], Target]]:
+    """vLLM's server without prefix cache.
+
+    Its prompts are never split over steps: in version 0.32 a request with a seed whose prompt is ends the engine on a
+    CPU ("CPU Generator does not use offset").
+    """
+    if precision not in _VLLM_DTYPES:
+        raise PeerError("int8 needs a checkpoint that was quantized before")
+    python, path = workspace.installed("vllm", model, precision)
+    port = _free_port()
+    command: list[str | Path] = [python, "-m", "vllm.entrypoints.cli.main", "serve", path]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", _VLLM_DTYPES[precision]]
+    command += [
+        "--max-model-len",
+        str(min(model.config.context, 2 * workspace.length)),
+        "--max-num-seqs",
+        str(_STREAMS),
+    ]
+    command += ["--max-num-batched-tokens", str(_VLLM_BATCH), "--no-enable-chunked-prefill"]
+    command += ["--no-enable-prefix-caching", "--kv-cache-memory-bytes", str(_VLLM_KV_CACHE)]
+    command += ["--generation-config", "vllm", "--disable-uvicorn-access-log"]
+    try:
+        url, variables = f"http://127.0.0.1:{port}", workspace.variables("vllm")
+        with _serving(workspace, command, "vllm-server", "/health", url, variables) as target:
+            yield {}, target
+    except ServiceStartError as error:
+        raise PeerError(root_cause(workspace.log("vllm-server").read_text(errors="replace")) or str(error)) from None
+
+
+def root_cause(log: str) -> str:
+    """The first error that a log of Python processes names; the last one is often only its consequence. Else empty."""
+    found = re.search(r"\b[A-Z]\w*(?:Error|Exception): .*", log)
+    return found[0].strip()[:200] if found else ""
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+    return port
 
 
 @contextmanager
 def _serving(
-    workspace: Workspace, command: Sequence[str | Path], name: str, health: str, url: str = ""
+    workspace: Workspace,
+    command: Sequence[str | Path],
+    name: str,
+    health: str,
+    url: str = "",
+    variables: Mapping[str, str] | None = None,
 ) -> Iterator[Target]:
-    with running(command, url=url, log=workspace.log(name), environment=plain_environment()) as service:
+    environment = {**plain_environment(), **(variables or {})}
+    with running(command, url=url, log=workspace.log(name), environment=environment) as service:
         service.wait_for_route(health, most=_START_SECONDS, poll=_POLL_SECONDS)
         yield partial(_measure_server, service.url)
 

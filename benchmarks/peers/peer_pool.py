@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.provision import OURS, PeerError, convert, install, llama_library
+from benchmarks.peers.provision import OURS, PeerError, convert, install, llama_variables, program_of
 from benchmarks.service_process import ROOT
 from benchmarks.shapes import Model
 
 _CLOSE_SECONDS = 30
-_TUNING_PREFIXES = ("PYTHON", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "ATEN_", "INKSTREAM_", "LLAMA_")
+_TUNING_PREFIXES = ("PYTHON", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "ATEN_", "INKSTREAM_", "LLAMA_", "VLLM_")
 
 
 def plain_environment() -> dict[str, str]:
@@ -105,13 +105,23 @@ class Workspace:
         if engine == OURS:
             return Path(sys.executable), model.directory
         python = install(engine, self.folder)
-        return python, convert(engine, model, precision, python=python, folder=self.models)
+        return python, convert(engine, model, precision, python=python, folder=self.folder)
 
     def start(self, engine: str, model: Model, precision: str) -> AdapterProcess:
         """Starts a process that loads the model. Raises PeerError."""
         python, path = self.installed(engine, model, precision)
         sizes = [f"--{name}={getattr(self, name)}" for name in ("threads", "batch", "length")]
-        command: list[str | Path] = [python, "-m", f"benchmarks.peers.adapters.{engine.replace('.', '_')}"]
-        environment = {"OMP_NUM_THREADS": str(self.threads), "LLAMA_CPP_LIB_PATH": str(llama_library(self.folder))}
+        command: list[str | Path] = [python, "-m", f"benchmarks.peers.adapters.{program_of(engine).replace('.', '_')}"]
         command += ["--model", path, "--precision", precision, *sizes]
+        # vLLM's engine then computes in the adapter's own process, which steps it.
+        environment = {**self.variables(engine), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         return AdapterProcess(command, log=self.log(engine), environment=environment)
+
+    def variables(self, engine: str) -> dict[str, str]:
+        """Environment of an engine's processes, beyond plain_environment()."""
+        variables = {"OMP_NUM_THREADS": str(self.threads), **llama_variables(self.folder)}
+        if engine == "vllm":
+            # As many threads as the other engines have: vLLM leaves one core to its server by default.
+            variables |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+            variables["VLLM_CACHE_ROOT"] = str(self.folder / "vllm-cache")
+        return variables

