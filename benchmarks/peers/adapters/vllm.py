@@ -35,7 +35,7 @@ class VLLMAdapter(SteppedAdapter):
 
     def facts(self) -> dict[str, str]:
         mode = self._engine.vllm_config.compilation_config.mode
-        return {"version": version("vllm"), "torch": version("torch"), "compilation": str(mode)}
+        return {"version": version("vllm"), "torch": version("torch"), "compilation": mode.name}
 
     def add(self, prompt: list[int] | str, tokens: int, temperature: float = 0.0, seed: int = 0) -> int:
         params = SamplingParams(
