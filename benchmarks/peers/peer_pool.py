@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.provision import OURS, PeerError, convert, install, llama_variables, program_of
+from benchmarks.peers.provision import OURS, PeerError, convert, install, llama_variables, program_of, vllm_preload
 from benchmarks.service_process import ROOT
 from benchmarks.shapes import Model
 
@@ -123,5 +123,6 @@ class Workspace:
         if engine == "vllm":
             # As many threads as the other engines have: vLLM leaves one core to its server by default.
             variables |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+            variables |= vllm_preload(self.folder)
             variables["VLLM_CACHE_ROOT"] = str(self.folder / "vllm-cache")
         return variables

@@ -50,7 +50,10 @@ _PACKAGES: Mapping[str, tuple[str, ...]] = {
 }
 _WITHOUT_DEPENDENCIES: Mapping[str, tuple[str, ...]] = {
     # xgrammar asks for Triton and compressed-tensors for more of torch; this use needs neither.
-    "vllm": ("xgrammar==0.2.8", "compressed-tensors==0.17.0", _VLLM),
+    "vllm": (
+        *("xgrammar==0.2.8", "compressed-tensors==0.17.0"),
+        *("intel-openmp==2024.2.1; platform_machine == 'x86_64'", _VLLM),
+    ),
 }
 """Wheels that are installed as they are, after the other packages."""
 GGUF_FORMATS: Mapping[str, str] = {"llama.cpp-q8_0": "q8_0", "llama.cpp-q4_k_m": "q4_k_m"}
@@ -90,6 +93,12 @@ def install(peer: str, folder: Path) -> Path:
 def program_of(peer: str) -> str:
     """The peer whose environment and adapter it uses."""
     return "llama.cpp" if peer in GGUF_FORMATS else peer
+
+
+def vllm_preload(folder: Path) -> dict[str, str]:
+    """Variables by which vLLM's processes use Intel's OpenMP, as vLLM recommends on x86-64."""
+    library = folder / "vllm/lib/libiomp5.so"
+    return {"LD_PRELOAD": str(library)} if library.exists() else {}
 
 
 def llama_library(folder: Path) -> Path:

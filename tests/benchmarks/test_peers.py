@@ -227,6 +227,16 @@ def test_vllm_serves_the_same_model_with_as_many_threads_as_the_others(tmp_path:
     assert "--no-enable-chunked-prefill" in arguments and int(flags["--max-num-batched-tokens"]) >= 32 * 128
 
 
+def test_vllm_uses_the_openmp_of_its_environment_if_there_is_one(tmp_path: Path) -> None:
+    workspace = Workspace(folder=tmp_path, threads=3, batch=32, length=513)
+    assert "LD_PRELOAD" not in workspace.variables("vllm")
+    library = tmp_path / "vllm/lib/libiomp5.so"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    assert workspace.variables("vllm")["LD_PRELOAD"] == str(library)
+    assert "LD_PRELOAD" not in workspace.variables("llama.cpp")
+
+
 def test_vllm_that_does_not_start_is_missing_with_its_first_error(tmp_path: Path) -> None:
     errors = "print('ValueError: Available memory', 'RuntimeError: see above', 'bye', sep=chr(10)); sys.exit(1)"
     with pytest.raises(PeerError, match=r"^ValueError: Available memory$"), _servers(tmp_path, errors)["vllm"]():
