@@ -21,7 +21,7 @@ from typing import Literal
 from benchmarks.common import Percentiles, in_turn, percentiles_ms, range_of
 from benchmarks.load import LevelProgress, LoadPlan, run_level
 from benchmarks.peers.peer_pool import AdapterProcess, Workspace, plain_environment
-from benchmarks.peers.provision import OURS, PeerError, llama_library, program_of
+from benchmarks.peers.provision import OURS, PeerError, llama_library, llama_variables, program_of
 from benchmarks.service_process import ServiceStartError, running, serve_command
 from benchmarks.shapes import Model
 
@@ -257,7 +257,8 @@ def _llama_server(
     command: list[str | Path] = [llama_library(workspace.folder) / "llama-server", "--model", path, "--port", str(port)]
     command += ["--parallel", str(_STREAMS), "--ctx-size", str(context), "--threads", str(workspace.threads)]
     command += ["--cache-ram", "0"]
-    with _serving(workspace, command, f"{name}-server", "/health", f"http://127.0.0.1:{port}") as target:
+    url, variables = f"http://127.0.0.1:{port}", llama_variables(workspace.folder)
+    with _serving(workspace, command, f"{name}-server", "/health", url, variables) as target:
         yield {"file": path.name, "bytes": str(path.stat().st_size)}, target
 
 

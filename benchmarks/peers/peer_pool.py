@@ -119,7 +119,9 @@ class Workspace:
 
     def variables(self, engine: str) -> dict[str, str]:
         """Environment of an engine's processes, beyond plain_environment()."""
-        variables = {"OMP_NUM_THREADS": str(self.threads), **llama_variables(self.folder)}
+        variables = {"OMP_NUM_THREADS": str(self.threads)}
+        if program_of(engine) == "llama.cpp":
+            variables |= llama_variables(self.folder)
         if engine == "vllm":
             # As many threads as the other engines have: vLLM leaves one core to its server by default.
             variables |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}

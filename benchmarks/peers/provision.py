@@ -107,8 +107,9 @@ def llama_library(folder: Path) -> Path:
 
 
 def llama_variables(folder: Path) -> dict[str, str]:
-    """Variables by which the binding finds libllama."""
-    return {"LLAMA_CPP_LIB_PATH": str(llama_library(folder))}
+    """Variables by which the binding finds libllama, and the libraries each other, also in a folder that was moved."""
+    library = str(llama_library(folder))
+    return {"LLAMA_CPP_LIB_PATH": library, "LD_LIBRARY_PATH": library}
 
 
 def _build_llama(python: Path, home: Path) -> None:

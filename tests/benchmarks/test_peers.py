@@ -227,6 +227,15 @@ def test_vllm_serves_the_same_model_with_as_many_threads_as_the_others(tmp_path:
     assert "--no-enable-chunked-prefill" in arguments and int(flags["--max-num-batched-tokens"]) >= 32 * 128
 
 
+def test_llama_cpp_finds_its_libraries_in_a_folder_that_was_moved(tmp_path: Path) -> None:
+    workspace = Workspace(folder=tmp_path, threads=3, batch=32, length=513)
+    library = str(tmp_path / "llama.cpp/build/bin")
+    for name in ("llama.cpp", "llama.cpp-q4_k_m"):
+        variables = workspace.variables(name)
+        assert (variables["LD_LIBRARY_PATH"], variables["LLAMA_CPP_LIB_PATH"]) == (library, library)
+    assert "LD_LIBRARY_PATH" not in workspace.variables("vllm")
+
+
 def test_vllm_uses_the_openmp_of_its_environment_if_there_is_one(tmp_path: Path) -> None:
     workspace = Workspace(folder=tmp_path, threads=3, batch=32, length=513)
     assert "LD_PRELOAD" not in workspace.variables("vllm")
