@@ -32,7 +32,6 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from app.common.operating_system import die_with_parent
-from app.engine.gpu.format_support import TRITON_ACTIVATIONS
 from app.engine.gpu.kernels.interface import SPLIT, AttentionBatch, HeadsSpec, NormSpec, RowState
 from app.engine.gpu.kernels.sample_out import SampleOut
 from app.engine.gpu.kernels.sampling_table import SamplingTable
@@ -69,7 +68,7 @@ def engine_launches(
     for kind in config.layer_kinds:
         shape = attention_checks.Shape(
             n_heads=config.n_heads, n_kv_heads=config.n_kv_heads, head_dim=config.head_dim, block_size=block,
-            lengths=(), window=kind.window, soft_cap=config.attention_soft_cap,
+            lengths=(), window=kind.window, soft_cap=config.attention_soft_cap, sinks=config.sinks,
         )  # fmt: skip
         label = name if len(config.layer_kinds) == 1 else f"{name}, window {kind.window}"
         found |= {
@@ -116,7 +115,8 @@ def _attention(
     cache = _empty(2, 16, shape.block_size, shape.n_kv_heads, shape.head_dim, dtype=dtype)
     batch = kernels.divide_attention(batch, shape.n_heads, shape.n_kv_heads, shape.head_dim, shape.window)
     q_THC = _empty(8 * tile, shape.n_heads, shape.head_dim, dtype=dtype)
-    kernels.attention(q_THC, cache, batch, shape.window, shape.soft_cap)
+    sinks_H = _empty(shape.n_heads, dtype=dtype) if shape.sinks else None
+    kernels.attention(q_THC, cache, batch, shape.window, shape.soft_cap, sinks_H)
 
 
 def _heads(
@@ -246,7 +246,7 @@ def report_launches() -> Launches:
             has_bias = kind == "layernorm" and not delta
             norm = partial(_norm, dtype, kind, width, delta, has_bias, has_weight=weight)
             found[f"{kind}, {width}, {dtype}, {delta}, {weight}"] = norm
-        for kind, gated in itertools.product(TRITON_ACTIVATIONS, (True, False)):
+        for kind, gated in itertools.product(get_args(Activation), (True, False)):
             found[f"{kind}, {width}, {dtype}, {gated}"] = partial(_gate, dtype, kind, width * (2 - gated), gated)
     for vocab, dtype in itertools.product((16, 50_257, 128_256, 152_064), (FP32, BF16)):
         found[f"sampler, {vocab}, {dtype}"] = partial(_sample, dtype, vocab)

@@ -20,14 +20,19 @@ from app.engine.gpu.kernels.sampling_table import SamplingTable
 from app.engine.sampling import parameters as layout
 from app.engine.sampling.sampler import ADJUSTMENTS, FILTERS, GREEDY, RowParameters, draw_tokens, philox, score
 from model.config import Activation
-from model.nn.layers import ACTIVATIONS, rotate, xielu
+from model.nn.layers import ACTIVATIONS, activate_hidden, rotate, xielu
 
 _STAGES = frozenset({GREEDY, *(stage.name for stage in ADJUSTMENTS + FILTERS)}) - {"min_tokens"}
 """All but that: the mask of a resident row lacks the tokens that end the text."""
 
 
 def attention(
-    q_THC: Tensor, layer_cache: Tensor, batch: AttentionBatch, window: int | None, soft_cap: float | None = None
+    q_THC: Tensor,
+    layer_cache: Tensor,
+    batch: AttentionBatch,
+    window: int | None,
+    soft_cap: float | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """See Kernels.attention."""
     n_kv_heads, head_dim = layer_cache.shape[3:]
@@ -39,7 +44,11 @@ def attention(
         scores_XKGNL = soft_cap * torch.tanh(scores_XKGNL / soft_cap)
     visible_XNL = _visible(positions_XN, visible_XL, window) & valid_XN[:, :, None]
     scores_XKGNL = scores_XKGNL.masked_fill(~visible_XNL[:, None, None], float("-inf"))
-    weights_XKGNL = scores_XKGNL.softmax(-1).nan_to_num(0.0)  # padding tokens attend to nothing
+    if sinks_H is not None:  # one more position, whose weight is left out
+        sinks_KG11 = sinks_H.double().view(n_kv_heads, -1, 1, 1)
+        scores_XKGNL = torch.cat((scores_XKGNL, sinks_KG11.expand(*scores_XKGNL.shape[:-1], 1)), dim=-1)
+    weights_XKGNL = scores_XKGNL.softmax(-1)[..., : k_XLKC.shape[1]]
+    weights_XKGNL = weights_XKGNL.masked_fill(~valid_XN[:, None, None, :, None], 0.0)  # padding attends to nothing
     out_XNKGC = torch.einsum("xkgnl,xlkc->xnkgc", weights_XKGNL, v_XLKC)
     return _scatter(out_XNKGC.flatten(2, 3).to(q_THC.dtype), tokens_XN, q_THC)
 
@@ -211,6 +220,8 @@ class ReferenceKernels:
 
     def gate(self, hidden_TX: Tensor, activation: Activation, gated: bool, parameters: Tensor | None = None) -> Tensor:
         """See Kernels.gate."""
+        if activation == "swiglu_clamped":
+            return activate_hidden(activation, hidden_TX.double(), gated=gated).to(hidden_TX.dtype)
         function = ACTIVATIONS[activation] if parameters is None else partial(xielu, curvature_2=parameters)
         if not gated:
             return function(hidden_TX.double()).to(hidden_TX.dtype)

@@ -99,15 +99,15 @@ class PagedDecoder:
     def _spec(self, operation: Operation, module: Any, decoder: Decoder) -> Any:
         """The specification for the kernel of an operation."""
         config, layer = self.config, self.config.layer_kind(operation.layer)
+        attention: Any = decoder.blocks[operation.layer].attention
         match operation.kind:
             case Kind.NORM:
                 return _norm_spec(module) if module else NormSpec(kind=operation.norm, eps=config.norm_eps)
             case Kind.ATTENTION:
-                return layer.window, config.attention_soft_cap
+                return layer.window, config.attention_soft_cap, attention.sinks
             case Kind.LINEAR if operation.parameters:
                 return activation_parameters(decoder.get_parameter(operation.parameters[0].name))
             case Kind.ROPE_CACHE:
-                attention: Any = decoder.blocks[operation.layer].attention
                 norms = [
                     _head_factors(norm, self.embedding) if norm else None
                     for norm in (attention.q_norm, attention.k_norm)

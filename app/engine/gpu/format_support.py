@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import get_args
-
 import torch
 
-from model.config import Activation, ModelConfig
+from model.config import ModelConfig
 from model.weight_formats import Quantize, needs_gpu
 
-TRITON_ACTIVATIONS: tuple[Activation, ...] = tuple(name for name in get_args(Activation) if name != "swiglu_clamped")
-"""Those that Triton's kernels compute."""
 _FP8_CAPABILITY = (8, 9)
 _FP8_TORCH = {(8, 9): (2, 12)}
 """The first torch whose product scales rows of fp8 on GPUs of this compute capability, where that is not the oldest."""
@@ -52,8 +48,6 @@ def describe_unsupported(config: ModelConfig) -> str | None:
     parts = {
         "an encoder": config.n_encoder_layers > 0,
         "experts": config.experts is not None,
-        "attention sinks": config.sinks,
-        f"the activation {config.activation}": config.activation not in TRITON_ACTIVATIONS,
     }
     unsupported = next((part for part, is_used in parts.items() if is_used), None)
     return unsupported and f"the model has {unsupported}, which Triton's kernels do not compute"

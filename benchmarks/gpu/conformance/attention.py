@@ -38,11 +38,13 @@ class Shape:
     """Length of each sequence."""
     window: int | None = None
     soft_cap: float | None = None
+    sinks: bool = False
     shared_blocks: int = 0
     """Number of first blocks that are those of sequence 0."""
 
     def __str__(self) -> str:
         more = f", window {self.window}" * bool(self.window) + f", cap {self.soft_cap}" * bool(self.soft_cap)
+        more += ", sinks" * self.sinks
         heads = f"{self.n_heads}/{self.n_kv_heads} heads of {self.head_dim}"
         return f"{heads}, blocks of {self.block_size}, {len(self.lengths)} to {max(self.lengths)}{more}"
 
@@ -57,6 +59,7 @@ class AttentionScene:
     """[L, H, C] of each sequence."""
     k: list[Tensor]
     v: list[Tensor]
+    sinks_H: Tensor | None
     cache: Tensor
     table_RB: Tensor
     rows: list[int]
@@ -90,7 +93,7 @@ class AttentionScene:
         with poisoned():
             shape = self.shape
             batch = kernels.divide_attention(batch, shape.n_heads, shape.n_kv_heads, shape.head_dim, self.window)
-            out_THC = kernels.attention(torch.cat(parts), self.cache, batch, self.window, shape.soft_cap)
+            out_THC = kernels.attention(torch.cat(parts), self.cache, batch, self.window, shape.soft_cap, self.sinks_H)
         assert out_THC[0].isnan().all(), "the kernel wrote to a token without a tile"
         return [out_THC[start : start + piece[2]] for start, piece in zip(starts, pieces, strict=True)]
 
@@ -114,8 +117,18 @@ def build(shape: Shape, dtype: torch.dtype, device: str, seed: int, tail: int) -
     rng.shuffle(rows)
     table_RB = torch.full((len(rows), len(tables[0])), cache.shape[1] - 1, dtype=torch.int32, device=device)
     table_RB[rows[: len(tables)]] = torch.tensor(tables, dtype=torch.int32, device=device)
+    sinks_H = 3 * random((shape.n_heads,), dtype, device, seed * 1000 + 999) if shape.sinks else None
     return AttentionScene(
-        shape=shape, window=shape.window, q=q, k=k, v=v, cache=cache, table_RB=table_RB, rows=rows, rng=rng
+        shape=shape,
+        window=shape.window,
+        q=q,
+        k=k,
+        v=v,
+        sinks_H=sinks_H,
+        cache=cache,
+        table_RB=table_RB,
+        rows=rows,
+        rng=rng,
     )
 
 
@@ -148,6 +161,8 @@ LARGE = (
     Shape(n_heads=8, n_kv_heads=8, head_dim=64, block_size=128, lengths=(700, 2000), window=600),
     Shape(n_heads=16, n_kv_heads=2, head_dim=256, block_size=64, lengths=(1100, 3), window=1000),
     Shape(n_heads=8, n_kv_heads=4, head_dim=256, block_size=64, lengths=(1100, 3), window=700, soft_cap=50.0),
+    Shape(n_heads=64, n_kv_heads=8, head_dim=64, block_size=64, lengths=(1100, 3, 513), window=128, sinks=True),
+    Shape(n_heads=64, n_kv_heads=8, head_dim=64, block_size=64, lengths=(1600, 5, 512), sinks=True),
     Shape(n_heads=6, n_kv_heads=2, head_dim=80, block_size=32, lengths=(900, 17)),
     Shape(n_heads=12, n_kv_heads=12, head_dim=96, block_size=64, lengths=(600, 100)),
     Shape(n_heads=3, n_kv_heads=1, head_dim=32, block_size=48, lengths=(1600, 5)),
@@ -155,6 +170,7 @@ LARGE = (
 _SMALL = (
     Shape(n_heads=4, n_kv_heads=2, head_dim=40, block_size=16, lengths=(70, 9)),
     Shape(n_heads=4, n_kv_heads=2, head_dim=40, block_size=16, lengths=(70, 9), soft_cap=2.0),
+    Shape(n_heads=4, n_kv_heads=2, head_dim=40, block_size=16, lengths=(70, 9), window=30, sinks=True),
 )
 
 

@@ -41,7 +41,7 @@ def check_all(found: Iterable[Finding]) -> None:
 def test_attention_equals_the_reference_kernels(name: str) -> None:
     seed = randrange(10**6)
     dtype = FORMATS[seed % len(FORMATS)] if name == "prefill" else torch.float32
-    tail = 1 if name in ("long", "late") else 20
+    tail = 1 if name in ("long", "late", "sinks") else 20
     scene = build(SHAPES[name], dtype, DEVICE, seed, tail)
     check_all([attention.accuracy(f"seed {seed}", kernels("triton"), scene, tail, 1 if tail == 1 else 16)])
 
@@ -55,7 +55,7 @@ def test_16_bit_attention_over_long_contexts_is_no_less_accurate(dtype: torch.dt
 
 
 @pytest.mark.parametrize("kind", BOTH)
-@pytest.mark.parametrize("name", ["prefill", "window", "wide"])
+@pytest.mark.parametrize("name", ["prefill", "window", "wide", "sinks"])
 def test_row_has_the_same_bits_alone_batched_chunked_and_with_any_number_of_programs(name: str, kind: str) -> None:
     seed = randrange(10**6)
     others = (kernels(kind), kernels(kind, partial_bytes=0))
@@ -63,7 +63,7 @@ def test_row_has_the_same_bits_alone_batched_chunked_and_with_any_number_of_prog
 
 
 @pytest.mark.parametrize("kind", BOTH)
-@pytest.mark.parametrize("name", ["long", "late"])
+@pytest.mark.parametrize("name", ["long", "late", "sinks"])
 def test_sequential_and_parallel_splits_give_the_same_bits(name: str, kind: str) -> None:
     scene = build(SHAPES[name], torch.float32, DEVICE, randrange(10**6), 1)
     pieces = attention.ends(scene, 1)
@@ -113,4 +113,13 @@ def test_reference_that_misses_one_key_is_detected() -> None:
     assert attention.accuracy("", kernels("torch"), scene, 1).ok
     found = torch.cat(blind.attend(kernels("torch"), [(0, 515, 1)], 1))
     expected = torch.cat(scene.attend(kernels("torch"), [(0, 515, 1)], 1))
+    assert not attention.close("", found, expected).ok
+
+
+def test_reference_without_its_sinks_is_detected() -> None:
+    """Positive control: a sink takes a part of every row's weight."""
+    scene = build(SHAPES["sinks"], torch.float32, DEVICE, 1, 1)
+    assert attention.accuracy("", kernels("torch"), scene, 1).ok
+    found = torch.cat(replace(scene, sinks_H=None).attend(kernels("torch"), [(0, 529, 1)], 1))
+    expected = torch.cat(scene.attend(kernels("torch"), [(0, 529, 1)], 1))
     assert not attention.close("", found, expected).ok

@@ -34,6 +34,7 @@ SHAPES = {
     "wide": Shape(n_heads=8, n_kv_heads=1, head_dim=96, block_size=64, lengths=(516,)),
     "long": Shape(n_heads=3, n_kv_heads=1, head_dim=256, block_size=128, lengths=(1100, 512, 513, 1)),
     "late": Shape(n_heads=2, n_kv_heads=1, head_dim=24, block_size=64, lengths=(1111, 1112, 30), window=600),
+    "sinks": Shape(n_heads=6, n_kv_heads=2, head_dim=32, block_size=32, lengths=(530, 12), sinks=True),
 }
 """Groups of 1 to 8 heads, odd head sizes and blocks, and sequences that end at, before and after the end of a split."""
 

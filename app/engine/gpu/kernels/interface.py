@@ -167,12 +167,14 @@ class Kernels(Protocol):
         batch: AttentionBatch,
         window: int | None,
         soft_cap: float | None = None,
+        sinks_H: Tensor | None = None,
         /,
     ) -> Tensor:
         """Computes softmax(q k^T / sqrt(C)) v of each token over its own sequence up to itself.
 
         window: a token attends to itself and the window - 1 tokens before it. soft_cap: scores become cap * tanh(scores
-        / cap). Overwrites q_THC and returns it; tokens that belong to no tile stay unchanged.
+        / cap). sinks_H: one more score of each head, in any number format, which is not capped and has no value.
+        Overwrites q_THC and returns it; tokens that belong to no tile stay unchanged.
         """
         ...
 
@@ -180,6 +182,8 @@ class Kernels(Protocol):
         self, hidden_TX: Tensor, activation: Activation, gated: bool, parameters: Tensor | None = None, /
     ) -> Tensor:
         """[T, F]: activation(first half), rounded, times the second half; if not gated, activation(all).
+
+        swiglu_clamped is rounded once.
 
         parameters: float32, of ACTIVATION_PARAMETERS in model/decoder_program.py: what activation_parameters() of
         model/nn/layers.py makes of the weights.

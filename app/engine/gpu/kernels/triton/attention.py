@@ -38,6 +38,8 @@ from app.engine.gpu.kernels.interface import (
     padded_dim,
 )
 
+LOG2_E = tl.constexpr(1.4426950408889634)
+
 # Shape legend: T tokens, H query heads, C head_dim (padded), Y splits, X query tiles, R heads of a program.
 
 
@@ -52,11 +54,24 @@ def merge_softmax(max_R, sum_R, out_RC, other_max_R, other_sum_R, other_out_RC):
 
 
 @triton.jit
-def normalize(out_RC, sum_R):
+def add_sink(max_R, sum_R, out_RC, sink_R):
+    """Adds a score without a value to a partial softmax; `max_R` is not needed afterwards."""
+    new_max_R = tl.maximum(max_R, sink_R)
+    safe_max_R = tl.where(new_max_R == float("-inf"), 0.0, new_max_R)
+    scale_R = tl.exp2(max_R - safe_max_R)
+    return sum_R * scale_R + tl.exp2(sink_R - safe_max_R), out_RC * scale_R[:, None]
+
+
+@triton.jit
+def normalize(max_R, sum_R, out_RC, sink_ptr, head_R, valid_R, HAS_SINKS: tl.constexpr):
     """Divides values by the sum of their weights; a row without keys is padding, and must not divide by 0.
 
-    Adding 0 takes the sign from a zero, which merging takes from it, too.
+    The sink of a row's head joins the sum here, after all splits: once, however they were computed. Adding 0 takes the
+    sign from a zero, which merging takes from it, too.
     """
+    if HAS_SINKS:
+        sink_R = tl.load(sink_ptr + head_R, mask=valid_R, other=0.0).to(tl.float32) * LOG2_E
+        sum_R, out_RC = add_sink(max_R, sum_R, out_RC, sink_R)
     return out_RC / tl.where(sum_R == 0.0, 1.0, sum_R)[:, None] + 0.0
 
 
@@ -68,6 +83,7 @@ def merge_kernel(
     start_ptr,
     position_ptr,
     length_ptr,
+    sink_ptr,
     out_ptr,
     N_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -75,6 +91,7 @@ def merge_kernel(
     WINDOW: tl.constexpr,
     SPLIT: tl.constexpr,
     HEADS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
     """Merges some heads of a divided tile, each token over the splits that it attends to."""
     tile = tl.program_id(0)
@@ -96,7 +113,7 @@ def merge_kernel(
             value_ptr = values_ptr + index_R[:, None] * HEAD_DIM + column_C[None, :]
             other_out_RC = tl.load(value_ptr, mask=valid_RC, other=0.0)
             max_R, sum_R, out_RC = merge_softmax(max_R, sum_R, out_RC, other_max_R, other_sum_R, other_out_RC)
-        out_RC = normalize(out_RC, sum_R).to(out_ptr.dtype.element_ty)
+        out_RC = normalize(max_R, sum_R, out_RC, sink_ptr, head_R, valid_R, HAS_SINKS).to(out_ptr.dtype.element_ty)
         index_R = ((start + step).to(tl.int64) * N_HEADS + head_R) * HEAD_DIM
         tl.store(out_ptr + index_R[:, None] + column_C[None, :], out_RC, mask=valid_RC)
 
@@ -105,9 +122,6 @@ def merge_kernel(
 def _first_split(position, WINDOW: tl.constexpr, SPLIT: tl.constexpr):
     """The first split that the token at this position attends to."""
     return tl.maximum(position - WINDOW + 1, 0) // SPLIT if WINDOW else position * 0
-
-
-LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -169,11 +183,11 @@ def _split(
 
 @triton.jit
 def _attend(
-    q_ptr, cache_ptr, rows_ptr, values_ptr, statistics_ptr, value_offset, scale,
+    q_ptr, cache_ptr, rows_ptr, sink_ptr, values_ptr, statistics_ptr, value_offset, scale,
     first_row, kv_head, token, position, length, split, partial,
     N_HEADS: tl.constexpr, N_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr,
     BLOCK: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr,
-    POSITIONS: tl.constexpr, HAS_SPLITS: tl.constexpr,
+    POSITIONS: tl.constexpr, HAS_SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Some rows of a tile with one kv head: all splits into q, or one (not negative) into values and statistics."""
     GROUP: tl.constexpr = N_HEADS // N_KV_HEADS
@@ -207,18 +221,19 @@ def _attend(
         tl.store(statistics_ptr + 2 * partial_R + 1, sum_R, mask=valid_R)
         tl.store(values_ptr + partial_R[:, None] * HEAD_DIM + column_C[None, :], out_RC, mask=valid_RC)
     else:
-        normal_RC = normalize(out_RC, sum_R).to(q_RC.dtype)
+        query_head_R = kv_head * GROUP + head_R
+        normal_RC = normalize(max_R, sum_R, out_RC, sink_ptr, query_head_R, valid_R, HAS_SINKS).to(q_RC.dtype)
         tl.store(q_ptr + index_R[:, None] * HEAD_DIM + column_C[None, :], normal_RC, mask=valid_RC)
 
 
 @triton.jit
 def attention_kernel(
     q_ptr, cache_ptr, table_ptr, row_ptr, start_ptr, position_ptr, length_ptr, count_ptr, items_ptr, partials_ptr,
-    values_ptr, statistics_ptr, value_offset, scale,
+    sink_ptr, values_ptr, statistics_ptr, value_offset, scale,
     N_HEADS: tl.constexpr, N_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr,
     BLOCK: tl.constexpr, TABLE: tl.constexpr, TILE_TOKENS: tl.constexpr, WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, POSITIONS: tl.constexpr, HAS_WORK: tl.constexpr,
-    HAS_SPLITS: tl.constexpr,
+    HAS_SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Every n-th item of the work, for n programs; without work the one tile of the program's number."""
     GROUP: tl.constexpr = N_HEADS // N_KV_HEADS
@@ -235,11 +250,11 @@ def attention_kernel(
         row, length = tl.load(row_ptr + tile), tl.load(length_ptr + tile)
         if (row >= 0) & (first_row // GROUP < length):
             _attend(
-                q_ptr, cache_ptr, table_ptr + row.to(tl.int64) * TABLE, values_ptr, statistics_ptr,
+                q_ptr, cache_ptr, table_ptr + row.to(tl.int64) * TABLE, sink_ptr, values_ptr, statistics_ptr,
                 value_offset, scale, first_row, tl.program_id(1), tl.load(start_ptr + tile),
                 tl.load(position_ptr + tile), length, split, partial,
                 N_HEADS, N_KV_HEADS, HEAD_DIM, PADDED, BLOCK, WINDOW, SOFT_CAP, ROWS, SPLIT, POSITIONS,
-                HAS_SPLITS,
+                HAS_SPLITS, HAS_SINKS,
             )  # fmt: skip
 
 
@@ -319,6 +334,7 @@ def attention(
     batch: AttentionBatch,
     window: int,
     soft_cap: float = 0.0,
+    sinks_H: Tensor | None = None,
     shared_bytes: int = SHARED_BYTES,
 ) -> Tensor:
     """See Kernels.attention. shared_bytes: shared memory limit of a program; the bits do not depend on it.
@@ -335,19 +351,20 @@ def attention(
         q_THC.new_empty(capacity, n_heads, size, dtype=torch.float32) for size in (head_dim, 2)
     )
     sizes = {"HEAD_DIM": head_dim, "PADDED": padded_dim(head_dim), "WINDOW": window, "SPLIT": SPLIT}
+    sinks, has_sinks = q_THC if sinks_H is None else sinks_H, sinks_H is not None
     tiles = (batch.tile_start_X, batch.tile_position_X, batch.tile_length_X)
     scale = head_dim**-0.5 * LOG2_E.value * (2 / soft_cap if soft_cap else 1.0)
     attention_kernel[(programs * parts, n_kv_heads)](
         q_THC, layer_cache, batch.block_table_RB, batch.tile_row_X, *tiles, *(work or (batch.tile_row_X,) * 3),
-        values_XHC, statistics_XH2, layer_cache.stride(0), scale,
+        sinks, values_XHC, statistics_XH2, layer_cache.stride(0), scale,
         N_HEADS=n_heads, N_KV_HEADS=n_kv_heads, BLOCK=layer_cache.shape[2], TABLE=batch.block_table_RB.shape[1],
         TILE_TOKENS=batch.tile_tokens, ROWS=ROWS, SOFT_CAP=soft_cap,
-        HAS_WORK=work is not None, HAS_SPLITS=batch.max_splits > 1,
+        HAS_WORK=work is not None, HAS_SPLITS=batch.max_splits > 1, HAS_SINKS=has_sinks,
         **sizes, **attention_launch(padded_dim(head_dim), q_THC.element_size(), shared_bytes),
     )  # fmt: skip
     if work and capacity:
         merge_kernel[(n_tiles, triton.cdiv(n_heads, HEADS))](
-            values_XHC, statistics_XH2, work.partials_X, *tiles, q_THC,
-            N_HEADS=n_heads, HEADS=HEADS, **sizes, **ROW_LAUNCH,
+            values_XHC, statistics_XH2, work.partials_X, *tiles, sinks, q_THC,
+            N_HEADS=n_heads, HEADS=HEADS, HAS_SINKS=has_sinks, **sizes, **ROW_LAUNCH,
         )  # fmt: skip
     return q_THC

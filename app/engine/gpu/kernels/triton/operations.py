@@ -1,4 +1,4 @@
-"""Triton kernels around the matrix products: norms, activations, rotary positions with the cache write, lookup."""
+"""Triton kernels around the matrix products: norms, rotary positions with the cache write, lookup."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import triton.language as tl
 from torch import Tensor
 
 from app.engine.gpu.kernels.interface import (
-    COLUMNS,
     HEADS,
     LOOKUP_ROWS,
     PARTIAL_BYTES,
@@ -24,9 +23,9 @@ from app.engine.gpu.kernels.interface import (
     power_of_two,
 )
 from app.engine.gpu.kernels.sample_out import ALIGNED
+from app.engine.gpu.kernels.triton.activations import gate
 from app.engine.gpu.kernels.triton.attention import attention, divide_attention
 from app.engine.gpu.kernels.triton.sampler import sample
-from model.config import Activation
 
 # One program computes a whole row, so that its bits depend on nothing else. Shape legend: T tokens, D width, W the next
 # power of two.
@@ -96,57 +95,6 @@ def add_norm(
         **norm_launch(width),
     )
     return sum_TD, normed_TD
-
-
-# Shape legend: T tokens, F mlp width, X columns of a program.
-
-
-@triton.jit
-def _activate(x_X, parameters_ptr, KIND: tl.constexpr):
-    """Activation in float32; 0.5 (1 + tanh u) is sigmoid(2 u)."""
-    if KIND == "relu":
-        return tl.where(x_X < 0, 0.0, x_X)  # NaN stays NaN, as in torch
-    if KIND == "gelu":
-        return 0.5 * x_X * (1.0 + tl.erf(x_X * 0.7071067811865476))
-    if KIND == "gelu_tanh":
-        return x_X / (1.0 + tl.exp(-1.5957691216057308 * (x_X + 0.044715 * x_X * x_X * x_X)))
-    if KIND == "relu2":
-        return tl.where(x_X < 0, 0.0, x_X * x_X)
-    if KIND == "xielu":
-        left_X = (tl.exp(tl.where(x_X < 0, x_X, 0.0)) - 1.0 - x_X) * tl.load(parameters_ptr + 1)
-        return tl.where(x_X > 0, tl.load(parameters_ptr) * x_X * x_X, left_X) + 0.5 * x_X
-    return x_X / (1.0 + tl.exp(-x_X))
-
-
-@triton.jit
-def gate_kernel(
-    hidden_ptr, parameters_ptr, out_ptr,
-    WIDTH: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Activates some columns of one row."""
-    row = tl.program_id(0).to(tl.int64)
-    column_X = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    valid_X = column_X < WIDTH
-    first_ptr = hidden_ptr + row * (2 * WIDTH if GATED else WIDTH)
-    gate_X = tl.load(first_ptr + column_X, mask=valid_X, other=0.0)
-    out_X = _activate(gate_X.to(tl.float32), parameters_ptr, KIND).to(gate_X.dtype)
-    if GATED:
-        up_X = tl.load(first_ptr + WIDTH + column_X, mask=valid_X, other=0.0)
-        out_X = (out_X.to(tl.float32) * up_X.to(tl.float32)).to(gate_X.dtype)
-    tl.store(out_ptr + row * WIDTH + column_X, out_X, mask=valid_X)
-
-
-def gate(hidden_TX: Tensor, activation: Activation, gated: bool, parameters: Tensor | None = None) -> Tensor:
-    """See Kernels.gate."""
-    assert hidden_TX.is_contiguous()
-    n_tokens, width = hidden_TX.shape[0], hidden_TX.shape[1] // (2 if gated else 1)
-    out_TF = torch.empty(n_tokens, width, dtype=hidden_TX.dtype, device=hidden_TX.device)
-    grid = (n_tokens, triton.cdiv(width, COLUMNS))
-    gate_kernel[grid](
-        hidden_TX, hidden_TX if parameters is None else parameters, out_TF,
-        WIDTH=width, KIND=activation, GATED=gated, COLUMNS=COLUMNS, **ROW_LAUNCH,
-    )  # fmt: skip
-    return out_TF
 
 
 # One program prepares some heads of one token. Shape legend: T tokens, H query heads, K kv heads, C head_dim, N heads
@@ -392,6 +340,7 @@ class TritonKernels:
         batch: AttentionBatch,
         window: int | None,
         soft_cap: float | None = None,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
         """See Kernels.attention."""
-        return attention(q_THC, layer_cache, batch, window or 0, soft_cap or 0.0, self._shared_bytes)
+        return attention(q_THC, layer_cache, batch, window or 0, soft_cap or 0.0, sinks_H, self._shared_bytes)
