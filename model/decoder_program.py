@@ -168,6 +168,16 @@ def _norm(config: ModelConfig, name: str, source: Register, target: Register) ->
     return Operation(Kind.NORM, source, target, weights, norm=config.norm)
 
 
+def is_read_again(register: Register, operations: list[Operation]) -> bool:
+    """Whether one of these operations reads the register before one overwrites it."""
+    for operation in operations:
+        if operation.source == register or (operation.target == register and operation.accumulates):
+            return True
+        if operation.target == register:
+            return False
+    return False
+
+
 def cost(config: ModelConfig, operation: Operation, context: float) -> Cost:
     """Cost of one row at `context` tokens, which ATTENTION reads as far as the layer's window reaches."""
     parameters = sum(math.prod(weight.shape) for weight in operation.weights)

@@ -232,8 +232,10 @@ def _cache_shape(
         weights = packed_bytes(stored, placement.dtype, config) if is_packed else in_dtype.n_bytes(stored.n_params)
         share = cache_share_on_cpu(free, weights, 1 + config.concurrent_loaders)
     else:
-        # Triton's kernels round experts to the format, but store them in the dtype.
-        n_stored = count_expert_parameters(shape)
+        n_stored = 0
+        if shape.experts:  # torch rounds experts to the format, but stores them in the dtype
+            is_kept = _torch_backends(config, _NEEDS_TORCH).keeps_integer_experts(config, shape, placement.dtype)
+            n_stored = 0 if is_kept else count_expert_parameters(shape)
         weights = weight_format(placement.dtype, config.quantize).n_bytes(stored.n_params - n_stored)
         weights += in_dtype.n_bytes(n_stored)
         total = _torch_backends(config, _NEEDS_TORCH).device_memory()

@@ -175,7 +175,8 @@ def choose_backend(
     dtype: torch.dtype = getattr(torch, cache_shape.dtype)
     if weights.config.experts and needs_gpu(config.quantize):
         raise ValueError(
-            f"--quantize {config.quantize} does not support mixtures of experts: use --quantize int8 or none"
+            f"--quantize {config.quantize} does not support mixtures of experts, whose kernels multiply with integers "
+            "or unquantized weights: use --quantize int8 or none"
         )
     decoder = load_decoder(weights, device=device, dtype=dtype)
     stored = weight_format(cache_shape.dtype, config.quantize)
@@ -183,24 +184,38 @@ def choose_backend(
         announce(unquantized)
     if device.type == "cuda" and (kernels != "torch" or stored.is_quantized):
         check_triton()
+    loaded = _kernels_of_steps(config, decoder.config, dtype, device)
     if device.type == "cuda":
-        quantize_decoder(decoder, stored, quantized_kernels(device, dtype))
+        has_kernels = isinstance(loaded, LoadedKernels)
+        quantize_decoder(decoder, stored, quantized_kernels(device, dtype), integer_experts=has_kernels)
     else:
         round_weights(decoder, stored)
     loaded_backend = partial(_LoadedBackend, decoder=decoder, cache_shape=cache_shape)
     numerics, reason = full_numerics(choice.numerics, cache_shape, config), choice.reason
-    if device.type == "cuda" and kernels != "torch":
-        loaded = _triton_kernels(decoder.config, dtype, device)
-        if not isinstance(loaded, str):
-            triton = TritonBackend(decoder, loaded.kernels, cache_shape, limits, deterministic=config.deterministic)
-            capability = "sm{}{}".format(*torch.cuda.get_device_capability(device))
-            shapes = ["deterministic"] if config.deterministic else []
-            numerics = full_numerics(f"{loaded.numerics}-{capability}", cache_shape, config, *shapes)
-            reason = "the device is a GPU, and Triton is installed"
-            return loaded_backend(backend=triton, numerics=numerics, reason=reason)
-        reason = loaded
+    if isinstance(loaded, LoadedKernels):
+        triton = TritonBackend(decoder, loaded.kernels, cache_shape, limits, deterministic=config.deterministic)
+        capability = "sm{}{}".format(*torch.cuda.get_device_capability(device))
+        shapes = ["deterministic"] if config.deterministic else []
+        numerics = full_numerics(f"{loaded.numerics}-{capability}", cache_shape, config, *shapes)
+        reason = "the device is a GPU, and Triton is installed"
+        return loaded_backend(backend=triton, numerics=numerics, reason=reason)
+    reason = loaded or reason
     torch_backend = TorchBackend(decoder, cache_shape, limits)
     return loaded_backend(backend=torch_backend, numerics=numerics, reason=reason)
+
+
+def keeps_integer_experts(config: WorkerConfig, shape: ModelConfig, dtype: str) -> bool:
+    """Whether quantized experts stay integers on this engine's GPU: torch stores them in the number format of steps."""
+    return isinstance(_kernels_of_steps(config, shape, getattr(torch, dtype), _device(config)), LoadedKernels)
+
+
+def _kernels_of_steps(
+    config: WorkerConfig, shape: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> LoadedKernels | str:
+    """Triton's kernels, or the reason why they do not compute this model's steps; empty if nothing asks for them."""
+    if device.type != "cuda" or config.kernels == "torch":
+        return ""
+    return _triton_kernels(shape, dtype, device)
 
 
 def _triton_kernels(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> LoadedKernels | str:

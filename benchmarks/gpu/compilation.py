@@ -32,7 +32,16 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from app.common.operating_system import die_with_parent
-from app.engine.gpu.kernels.interface import SPLIT, AttentionBatch, HeadsSpec, NormSpec, RowState
+from app.engine.gpu.kernels.interface import (
+    SPLIT,
+    AttentionBatch,
+    ExpertMatrices,
+    ExpertsSpec,
+    HeadsSpec,
+    NormSpec,
+    RouterSpec,
+    RowState,
+)
 from app.engine.gpu.kernels.sample_out import SampleOut
 from app.engine.gpu.kernels.sampling_table import SamplingTable
 from app.engine.gpu.kernels.triton.operations import TritonKernels
@@ -40,12 +49,14 @@ from app.engine.gpu.kernels.triton.quantized_products import int8_product, quant
 from app.engine.gpu.padded_lm_head import VOCAB_MULTIPLE
 from app.engine.quantization.quantized_weights import Quantized
 from benchmarks.gpu.conformance import attention as attention_checks
+from benchmarks.gpu.conformance import experts as expert_checks
 from benchmarks.gpu.conformance import rows as row_checks
 from benchmarks.gpu.parity import LAYOUTS
 from benchmarks.gpu.results import Finding, StageContext, shortened
 from benchmarks.shapes import SHAPES
-from model.config import Activation, LayerKind, ModelConfig, Norm, QueryScale, Rope
+from model.config import Activation, Experts, LayerKind, ModelConfig, Norm, QueryScale, Rope
 from model.decoder_program import ACTIVATION_PARAMETERS
+from model.nn.feed_forward import Routes
 
 SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 """Shared memory that a program may have, by compute capability."""
@@ -84,7 +95,15 @@ def engine_launches(
             _norm, dtype, config.norm, config.width, has_delta, config.norm_bias,
             has_weight=config.norm_weight, is_wide=config.norm_offset,
         )  # fmt: skip
-    found[f"{name}: gate"] = partial(_gate, dtype, config.activation, config.mlp_width, config.gated)
+    if config.mlp_width:
+        found[f"{name}: gate"] = partial(_gate, dtype, config.activation, config.mlp_width, config.gated)
+    if config.experts:
+        shared = config.experts.shared_width
+        found |= (
+            {f"{name}: shared gate": partial(_gate, dtype, config.activation, shared, config.gated)} if shared else {}
+        )
+        found[f"{name}: route"] = partial(_route, dtype, config)
+        found |= {f"{name}: {what} experts": partial(_experts, dtype, config, n) for what, n in _expert_steps(config)}
     found[f"{name}: sampler"] = partial(_sample, dtype, config.vocab_size)
     found[f"{name}: rows"] = partial(_rows, max_running, table, block)
     return found
@@ -158,6 +177,49 @@ def _gate(dtype: torch.dtype, kind: Activation, width: int, is_gated: bool, kern
     kernels.gate(_empty(8, width * (1 + is_gated), dtype=dtype), kind, is_gated, parameters)
 
 
+def _expert_steps(config: ModelConfig) -> Iterator[tuple[str, int]]:
+    """Numbers of tokens with items of 16 and of 64 tokens."""
+    assert config.experts
+    yield from (("few", 1), ("many", 17 * config.experts.count))
+
+
+def _route(dtype: torch.dtype, config: ModelConfig, kernels: TritonKernels) -> None:
+    experts, width = config.experts, config.width
+    assert experts
+    bias_E = _empty(experts.count, dtype=dtype)
+    router = RouterSpec(
+        experts=experts,
+        weight_ED=_empty(experts.count, width, dtype=dtype),
+        bias_E=bias_E if experts.router_bias else None,
+        choice_bias_E=bias_E if experts.choice_bias else None,
+    )
+    kernels.route(_empty(8, width, dtype=dtype), router, _ints(8))
+
+
+def _experts(
+    dtype: torch.dtype, config: ModelConfig, n_tokens: int, kernels: TritonKernels, is_int8: bool = False
+) -> None:
+    """Six kernels; what a count or a grouping compiles depends on the sizes of the step alone."""
+    experts, width = config.experts, config.width
+    assert experts
+
+    def matrices(rows: int, columns: int) -> ExpertMatrices:
+        return ExpertMatrices(
+            _empty(experts.count, rows, columns, dtype=torch.int8 if is_int8 else dtype),
+            _empty(experts.count, rows, dtype=FP32) if is_int8 else None,
+            _empty(experts.count, rows, dtype=dtype) if experts.bias else None,
+        )
+
+    spec = ExpertsSpec(
+        up=matrices(experts.width * (1 + config.gated), width),
+        down=matrices(width, experts.width),
+        activation=config.activation,
+        gated=config.gated,
+    )
+    routes = Routes(_ints(n_tokens, experts.chosen), _empty(n_tokens, experts.chosen, dtype=FP32))
+    kernels.experts(_empty(n_tokens, width, dtype=dtype), routes, spec)
+
+
 def _sample(dtype: torch.dtype, vocab: int, kernels: TritonKernels) -> None:
     """Three kernels, of logits as padded_lm_head() lays them out."""
     logits_SV = _empty(8, -(-vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE, dtype=dtype)[:, :vocab]
@@ -179,13 +241,33 @@ def _fp8(_kernels: TritonKernels) -> None:
     quantize_fp8_rows(_empty(8, 4096))
 
 
+QWEN3 = SHAPES["qwen3-8b"]
+_ROUTED = LayerKind(rope=Rope(theta=1e6), mlp="experts")
+QWEN3_MOE = replace(
+    QWEN3, width=2048, n_kv_heads=4, layer_kinds=(_ROUTED,), mlp_width=0,
+    experts=Experts(count=128, chosen=8, width=768, normalized=True),
+)  # fmt: skip
+"""Qwen3-30B-A3B."""
+_GPT_OSS = replace(
+    QWEN3, width=2880, n_heads=64, head_dim=64, layer_kinds=(replace(_ROUTED, window=128), _ROUTED),
+    layer_types=(0, 1) * 18, mlp_width=0, qk_norm="none", sinks=True, activation="swiglu_clamped", vocab_size=201_088,
+    experts=Experts(count=32, chosen=4, width=2880, score="softmax_of_chosen", router_bias=True, bias=True),
+)  # fmt: skip
+_SIGMOID = replace(
+    QWEN3_MOE, width=520, n_heads=8, gated=False, activation="relu2",
+    experts=Experts(count=9, chosen=3, width=200, score="sigmoid", choice_bias=True, factor=2.5, shared_width=96),
+)  # fmt: skip
 QUANTIZED: Launches = {
     "int8, 1 token": partial(_int8, 1, False),
     "int8, 64 tokens": partial(_int8, 64, True),
     "int8, 65 tokens": partial(_int8, 65, True),
     "fp8": _fp8,
 }
-QWEN3 = SHAPES["qwen3-8b"]
+INT8_EXPERTS: Launches = {
+    f"int8 {model}, {what} experts": partial(_experts, BF16, config, n, is_int8=True)
+    for model, config in (("qwen3-moe", QWEN3_MOE), ("gpt-oss", _GPT_OSS))
+    for what, n in _expert_steps(config)
+}
 _WIDE = replace(
     QWEN3, n_heads=16, n_kv_heads=2, head_dim=256, layer_kinds=(LayerKind(window=4096, rope=Rope()),), qk_norm="none"
 )
@@ -206,12 +288,18 @@ _ALL: Launches = {
     **engine_launches("capped", _CAPPED),
     **engine_launches("squared", replace(_ODD, n_heads=8, qk_norm="width", gated=False, activation="relu2")),
     **engine_launches("curved", _CURVED),
+    **engine_launches("qwen3-moe", QWEN3_MOE),
+    **engine_launches("gpt-oss", _GPT_OSS),
+    **engine_launches("sigmoid", _SIGMOID, FP16),
+    **engine_launches("sigmoid32", _SIGMOID, FP32),
     **QUANTIZED,
+    **INT8_EXPERTS,
 }
+_EXPERTS = tuple(f"{model}: {what} experts" for model in ("qwen3-moe", "gpt-oss") for what in ("few", "many"))
 _QWEN3, _GPT2 = (tuple(f"{model}: {what}" for what in ("decode, 2", "prompt, 1")) for model in ("qwen3", "gpt2"))
 _FEW = {
-    80: _QWEN3,
-    89: (*_GPT2, "fp8"),
+    80: (*_QWEN3, *_EXPERTS),
+    89: (*_GPT2, *_EXPERTS, "fp8"),
     90: (
         *(*_QWEN3, "qwen3: decode, 1", "qwen3: prompt, 2", "qwen3: sampler", "qwen3: heads", "qwen3: rows"),
         *("qwen3: gate", "qwen3: norm, has_delta=True", *_GPT2, "gpt2: heads", "gpt2: gate"),
@@ -220,8 +308,12 @@ _FEW = {
         *("large blocks: decode, 2", "large blocks: prompt, 1", "large blocks: gate", *QUANTIZED),
         *("capped: decode, 2", "capped: prompt, 1", "capped: heads", "capped: norm, has_delta=True"),
         *("squared: gate", "squared: heads", "curved: gate", "curved: heads", "curved: norm, has_delta=False"),
+        *("qwen3-moe: route", "gpt-oss: route", "sigmoid: route", *_EXPERTS, "sigmoid: few experts", *INT8_EXPERTS),
+        *("sigmoid32: few experts", "sigmoid32: many experts", "sigmoid32: shared gate"),
+        *(f"gpt-oss, window {window}: decode, 2" for window in (128, None)),
+        *("gpt-oss, window None: decode, 1", "gpt-oss, window None: prompt, 1", "gpt-oss, window None: prompt, 2"),
     ),
-    100: (*_QWEN3, "fp8"),
+    100: (*_QWEN3, *_EXPERTS, *INT8_EXPERTS, "fp8"),
 }
 
 
@@ -233,6 +325,14 @@ def law_launches(capability: int, *, is_full: bool) -> Launches:
 def report_launches() -> Launches:
     """The launches of the stages of `make gpu-check`: engines, and the checks of conformance/."""
     found = dict(QUANTIZED)
+    for routed, dtype in itertools.product(expert_checks.LARGE, expert_checks.FORMATS):
+        config = replace(
+            QWEN3_MOE, width=routed.width, experts=routed.experts, activation=routed.activation, gated=routed.gated
+        )
+        found[f"{routed}, {dtype}: route"] = partial(_route, dtype, config)
+        for what, n in _expert_steps(config):
+            experts = partial(_experts, dtype, config, n, is_int8=routed.is_int8)
+            found[f"{routed}, {dtype}: {what} experts"] = experts
     for name in ("A", "1b", "8b", "qwen3-8b"):
         found |= engine_launches(name, SHAPES[name])
     for (name, config), dtype in itertools.product(LAYOUTS.items(), (FP32, BF16)):
@@ -273,7 +373,7 @@ def _facts(kernel: Any) -> dict[str, Any]:
         "registers": registers,
         "stack": stack + local,
         "stack_in_loops": stack_accesses_in_loops(machine_code),
-        "fused": len(re.findall(r"\bfma\.", code)),
+        "fused": len(re.findall(r"\bfma\.\S*f32", code)),  # a bfloat16 product is one on GPUs without another
         "units": sorted(set(re.findall(r"(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)\S+", code))),
         "layouts": sorted(set(re.findall(r"#ttg\.nvidia_mma<\{[^}]*\}>", kernel.asm["ttgir"]))),
         "copies": code.count("cp.async.c"),

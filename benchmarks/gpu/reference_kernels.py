@@ -14,12 +14,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.engine.gpu.kernels.interface import SPLIT, AttentionBatch, HeadsSpec, NormSpec, RowLookup, RowState
+from app.engine.gpu.kernels.interface import (
+    SPLIT,
+    AttentionBatch,
+    ExpertMatrices,
+    ExpertsSpec,
+    HeadsSpec,
+    NormSpec,
+    RouterSpec,
+    RowLookup,
+    RowState,
+)
 from app.engine.gpu.kernels.sample_out import TOP, SampleOut
 from app.engine.gpu.kernels.sampling_table import SamplingTable
 from app.engine.sampling import parameters as layout
 from app.engine.sampling.sampler import ADJUSTMENTS, FILTERS, GREEDY, RowParameters, draw_tokens, philox, score
 from model.config import Activation
+from model.nn.feed_forward import LEAST_SUM, Routes
 from model.nn.layers import ACTIVATIONS, activate_hidden, rotate, xielu
 
 _STAGES = frozenset({GREEDY, *(stage.name for stage in ADJUSTMENTS + FILTERS)}) - {"min_tokens"}
@@ -227,6 +238,45 @@ class ReferenceKernels:
             return function(hidden_TX.double()).to(hidden_TX.dtype)
         gate_TF, up_TF = hidden_TX.chunk(2, dim=-1)
         return function(gate_TF.double()).to(hidden_TX.dtype) * up_TF
+
+    def route(self, x_TD: Tensor, router: RouterSpec, tile_rows_T: Tensor) -> Routes:
+        """See Kernels.route."""
+        experts = router.experts
+        bias, choice_bias = (None if each is None else each.double() for each in (router.bias_E, router.choice_bias_E))
+        scores_TE = F.linear(x_TD.double(), router.weight_ED.double(), bias).float()
+        if experts.score != "softmax_of_chosen":  # rounded: distinct scores may become equal
+            wide_TE = scores_TE.double()
+            scores_TE = (wide_TE.softmax(-1) if experts.score == "softmax" else wide_TE.sigmoid()).float()
+        ranked_TE = scores_TE if choice_bias is None else (scores_TE + choice_bias).float()
+        order_TE = ranked_TE.sort(dim=-1, descending=True, stable=True).indices
+        ids_TC = order_TE[:, : experts.chosen].sort(dim=-1).values
+        weights_TC = scores_TE.double().gather(1, ids_TC)
+        if experts.score == "softmax_of_chosen":
+            weights_TC = weights_TC.softmax(-1)
+        if experts.normalized:
+            weights_TC = weights_TC / weights_TC.sum(-1, keepdim=True).clamp(min=LEAST_SUM)
+        is_real_T1 = (tile_rows_T >= 0)[:, None]
+        ids_TC, weights_TC = ids_TC.where(is_real_T1, -1), (weights_TC * experts.factor).where(is_real_T1, 0.0)
+        return Routes(ids_TC.to(torch.int32), weights_TC.float())
+
+    def experts(self, x_TD: Tensor, routes: Routes, experts: ExpertsSpec) -> Tensor:
+        """See Kernels.experts. Computes all experts of all tokens, since no shape may depend on a choice."""
+        total_TD = torch.zeros_like(x_TD, dtype=torch.float64)
+        for expert in range(len(experts.up.numbers)):
+            is_chosen_TC = routes.ids_TC == expert
+            weight_T1 = routes.weights_TC.double().where(is_chosen_TC, 0.0).sum(1, keepdim=True)
+            hidden_TX = self.gate(_product(x_TD, experts.up, expert), experts.activation, experts.gated)
+            added_TD = _product(hidden_TX, experts.down, expert).double() * weight_T1
+            total_TD = total_TD + added_TD.where(is_chosen_TC.any(1, keepdim=True), 0.0)
+        return total_TD.to(x_TD.dtype)
+
+
+def _product(x_TK: Tensor, matrices: ExpertMatrices, expert: int) -> Tensor:
+    """x W^T + b of one expert, rounded."""
+    numbers, scales, bias = (None if each is None else each[expert].double() for each in matrices)
+    assert numbers is not None
+    out_TN = x_TK.double() @ (numbers if scales is None else numbers * scales[:, None]).t()
+    return (out_TN if bias is None else out_TN + bias).to(x_TK.dtype)
 
 
 def _normed_heads(q_THC: Tensor, k_TKC: Tensor, spec: HeadsSpec) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,8 @@ from model.config import Activation, ModelConfig
 from model.decoder_program import ACTIVATION_PARAMETERS
 from model.nn.layers import FastModule, Linear, activate_hidden, row_invariant, row_invariant_product
 
-_LEAST_SUM = 1e-12
+LEAST_SUM = 1e-12
+"""That weights are divided by."""
 
 
 class FeedForward(FastModule):
@@ -68,6 +69,16 @@ _ByExpert = tuple[Tensor | tuple[Tensor, ...] | None, ...]
 """Matrices up and down and their biases, which have an expert's at its index."""
 
 
+class ExpertIntegers(NamedTuple):
+    """Quantized matrices of experts: numbers in int8, times a scale for each row."""
+
+    up: Tensor
+    down: Tensor
+    up_scales: Tensor
+    """float32 [E, rows]."""
+    down_scales: Tensor
+
+
 class RoutedExperts(FastModule):
     """Feed-forward networks with a router's weights; only those that a row has chosen are read."""
 
@@ -79,12 +90,15 @@ class RoutedExperts(FastModule):
         self.up_bias = nn.Parameter(torch.empty(count, rows)) if bias else None
         self.down_bias = nn.Parameter(torch.empty(count, width)) if bias else None
         self.name, self.gated = activation, gated
+        self.integers: ExpertIntegers | None = None
+        """In place of the parameters, if a GPU's kernels compute the experts; torch does not."""
 
     def forward(self, x_TD: Tensor, routes: Routes) -> Tensor:
         """Sum of each row's experts times their weights, in float32, in the order of their ids.
 
         Rows beyond those of `routes` have no experts.
         """
+        assert self.integers is None, "only a GPU's kernels multiply with the integers"
         n_chosen = routes.ids_TC.shape[1]
         ids, weights = routes.ids_TC.flatten(), routes.weights_TC.flatten()
         counts = ids.bincount(minlength=len(self.up)).tolist()
@@ -153,5 +167,5 @@ class MixtureOfExperts(FastModule):
         if self.config.score == "softmax_of_chosen":
             weights_TC = weights_TC.softmax(-1)
         if self.config.normalized:
-            weights_TC = weights_TC / weights_TC.sum(-1, keepdim=True).clamp(min=_LEAST_SUM)
+            weights_TC = weights_TC / weights_TC.sum(-1, keepdim=True).clamp(min=LEAST_SUM)
         return Routes(ids_TC, weights_TC if self.config.factor == 1.0 else weights_TC * self.config.factor)

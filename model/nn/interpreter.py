@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from model.decoder_program import Kind, Operation, Register, decoder_program
+from model.decoder_program import Kind, Operation, Register, decoder_program, is_read_again
 from model.nn.attention import Attend, CrossAttend
 from model.nn.layers import make_norm
 from model.nn.transformer import Decoder
@@ -29,7 +29,7 @@ class Interpreter:
                 operation,
                 modules[operation.module],
                 modules.get(operation.module.rpartition(".")[0]),
-                _is_read_again(operation.source, operations[index + 1 :]),
+                is_read_again(operation.source, operations[index + 1 :]),
             )
             for index, operation in enumerate(operations)
         ]
@@ -83,13 +83,3 @@ class Interpreter:
         """Queries for CrossAttend, which divides scores by sqrt(head_dim)."""
         factor = self._config.q_factor
         return q_THC if factor == 1.0 else q_THC * factor
-
-
-def _is_read_again(register: Register, operations: list[Operation]) -> bool:
-    """Whether one of these operations reads the register before one overwrites it."""
-    for operation in operations:
-        if operation.source == register or (operation.target == register and operation.accumulates):
-            return True
-        if operation.target == register:
-            return False
-    return False

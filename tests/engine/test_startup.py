@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,20 +21,31 @@ from app.common.ipc import WorkerConfig
 from app.common.startup_timer import LOADING_WEIGHTS, PHASES, PROVING, WARMING_UP
 from app.common.types import Request
 from app.engine import startup, torch_backends
+from app.engine.backends import Placement
 from app.engine.cpu.toolchain.builder import find_or_build
 from app.engine.memory import memory_plan
+from app.engine.scheduling.scheduler import StepLimits
 from app.engine.startup import build_engine
 from app.engine.torch_backends import TorchBackend
 from app.engine.worker_loop import EngineStartError
+from benchmarks.shapes import weights_in_memory
 from model.checkpoint.config_file import load_config
 from model.config import LayerKind, Rope
 from model.files import sha256, write_files
-from model.parameter_shapes import count_parameters
+from model.parameter_shapes import count_expert_parameters, count_parameters
 from model.positions import rope_table
-from model.weight_formats import KINDS, Quantize
+from model.weight_formats import KINDS, Quantize, weight_format
 from tests.engine.memory.test_device_errors import accelerator_error
 from tests.support import ROOT
-from tests.support.model.tiny_models import CPU_QUANTIZE, run_all, tiny_decoder, tiny_files, tiny_weights
+from tests.support.gpu.kernel_backends import needs_triton
+from tests.support.model.tiny_models import (
+    CPU_QUANTIZE,
+    mixture_config,
+    run_all,
+    tiny_decoder,
+    tiny_files,
+    tiny_weights,
+)
 
 
 def _config(directory: Path, **changes: Any) -> WorkerConfig:
@@ -253,6 +265,31 @@ def test_int8_cache_on_a_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
         torch_backends.place(_config(tmp_path, device="auto", kv_cache="int8"))
 
 
+@pytest.mark.parametrize(
+    ("kernels", "is_installed"), [pytest.param("auto", True, marks=needs_triton), ("auto", False), ("torch", True)]
+)
+def test_context_on_a_gpu_is_planned_with_experts_as_its_kernels_store_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels: str, is_installed: bool
+) -> None:
+    """As integers by Triton, in the number format of steps by torch."""
+    shape, planned = mixture_config(), list[int]()
+    properties = SimpleNamespace(total_memory=1 << 30, shared_memory_per_block_optin=227 << 10)
+    monkeypatch.setattr(torch_backends, "_device", lambda _config: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    share = startup.cache_share_on_gpu
+    monkeypatch.setattr(startup, "cache_share_on_gpu", lambda *args: (planned.append(args[2]), share(*args))[1])
+    if not is_installed:
+        monkeypatch.setattr(torch_backends, "triton_kernels", lambda _bytes: None)
+    config = _config(tmp_path, device="cuda", dtype="bfloat16", kernels=kernels, quantize="int8")
+    placement, selected = Placement("cuda", "bfloat16", ""), SimpleNamespace(library=None)
+    stored = weights_in_memory(shape)
+    startup._cache_shape(config, stored, placement, selected, StepLimits(tokens_per_step=16, max_running=2))  # type: ignore[arg-type]
+    quantized, plain = (weight_format("bfloat16", kind) for kind in ("int8", "none"))
+    wide = 0 if (kernels, is_installed) == ("auto", True) else count_expert_parameters(shape)
+    assert planned == [quantized.n_bytes(count_parameters(shape) - wide) + plain.n_bytes(wide)]
+
+
 def test_torch_installed_while_the_service_runs_is_not_used(tmp_path: Path) -> None:
     with pytest.raises(EngineStartError, match=r"^torch is not installed"):
         build_engine(_config(tmp_path, has_torch=False))
@@ -285,8 +322,10 @@ import app.engine.worker_loop
 from app.common.ipc import WorkerConfig
 from app.common.types import Request, SamplingParams
 from app.engine import startup
+from app.engine.backends import Placement
 from app.engine.cpu.toolchain.builder import find_or_build
 from app.engine.memory import memory_plan
+from app.engine.scheduling.scheduler import StepLimits
 from app.engine.startup import build_engine
 weights, library, quantize = sys.argv[1:]
 config = WorkerConfig(weights=weights, device="cpu", kernels="native", library=library, quantize=quantize, threads=2)

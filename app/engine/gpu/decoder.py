@@ -15,10 +15,20 @@ from torch import Tensor, nn
 
 from app.engine.execution.torch_executor import groups_of
 from app.engine.gpu.format_support import describe_unsupported
-from app.engine.gpu.kernels.interface import AttentionBatch, HeadsSpec, Kernels, NormSpec, RowLookup
+from app.engine.gpu.kernels.interface import (
+    AttentionBatch,
+    ExpertMatrices,
+    ExpertsSpec,
+    HeadsSpec,
+    Kernels,
+    NormSpec,
+    RouterSpec,
+    RowLookup,
+)
 from app.engine.gpu.padded_lm_head import padded_lm_head
 from app.engine.memory.cache_groups import cache_places
-from model.decoder_program import Kind, Operation, Register, decoder_program
+from model.decoder_program import Kind, Operation, Register, decoder_program, is_read_again
+from model.nn.feed_forward import RoutedExperts
 from model.nn.layers import LayerNorm, RMSNorm, activation_parameters, cache_attributes
 from model.nn.transformer import Decoder
 
@@ -43,9 +53,9 @@ class PagedDecoder:
         self._places = cache_places(self.groups)
         modules = {**dict(decoder.named_modules()), "": None}  # which calls the decoder itself ""
         self._operations = [
-            (operation, module, self._spec(operation, module, decoder))
-            for operation in operations
-            for module in [modules[operation.module]]
+            (operation, module, self._spec(operation, module, decoder), is_read_again(operation.source, later))
+            for index, operation in enumerate(operations)
+            for module, later in [(modules[operation.module], operations[index + 1 :])]
         ]
 
     def __call__(
@@ -62,10 +72,11 @@ class PagedDecoder:
             kernels.divide_attention(batch, *heads, group.window)
             for batch, group in zip(batches, self.groups, strict=True)
         ]
-        values = {stream: self._embed(lookups[0].tokens_T, positions_T)}
+        values: dict[Register, Any] = {stream: self._embed(lookups[0].tokens_T, positions_T)}
         delta_TD: Tensor | None = None  # the next norm adds it to the residual stream
-        for operation, module, spec in self._operations:
+        for operation, module, spec, is_kept in self._operations:
             source, target, layer = operation.source, operation.target, operation.layer
+            take = values.__getitem__ if is_kept else values.pop
             match operation.kind:
                 case Kind.NORM if source == Register.BRANCH:
                     delta_TD = kernels.add_norm(values.pop(source), None, spec)[1]
@@ -83,10 +94,15 @@ class PagedDecoder:
                     (group, place), q_THC = self._places[layer], values.pop(source)
                     out_THC = kernels.attention(q_THC, caches[group][place], batches[group], *spec)
                     values[target] = out_THC.flatten(1)
-                case Kind.LINEAR | Kind.ADD:
-                    out_TX = module(values.pop(source)) if module else values.pop(source)
-                    if operation.activation:
-                        out_TX = kernels.gate(out_TX, operation.activation, operation.gated, spec)
+                case Kind.ROUTE:
+                    values[target] = kernels.route(take(source), spec, lookups[0].tile_rows_T)
+                case Kind.LINEAR | Kind.ADD | Kind.EXPERTS:
+                    if operation.kind == Kind.EXPERTS:
+                        out_TX = kernels.experts(take(source), values.pop(Register.ROUTES), spec)
+                    else:
+                        out_TX = module(take(source)) if module else take(source)
+                        if operation.activation:
+                            out_TX = kernels.gate(out_TX, operation.activation, operation.gated, spec)
                     if operation.factor != 1.0:
                         out_TX = out_TX * operation.factor
                     if not operation.accumulates:
@@ -105,6 +121,18 @@ class PagedDecoder:
                 return _norm_spec(module) if module else NormSpec(kind=operation.norm, eps=config.norm_eps)
             case Kind.ATTENTION:
                 return layer.window, config.attention_soft_cap, attention.sinks
+            case Kind.ROUTE:
+                assert config.experts
+                mixture: Any = decoder.blocks[operation.layer].mlp
+                router = mixture.router
+                return RouterSpec(
+                    experts=config.experts,
+                    weight_ED=router.weight,
+                    bias_E=router.bias,
+                    choice_bias_E=mixture.choice_bias,
+                )
+            case Kind.EXPERTS:
+                return _experts_spec(module)
             case Kind.LINEAR if operation.parameters:
                 return activation_parameters(decoder.get_parameter(operation.parameters[0].name))
             case Kind.ROPE_CACHE:
@@ -152,6 +180,16 @@ class PagedDecoder:
         if self._sinusoids_PD is not None:
             return x_TD + F.embedding(positions_T, self._sinusoids_PD).to(x_TD.dtype)
         return x_TD if self._positions_PD is None else x_TD + F.embedding(positions_T, self._positions_PD)
+
+
+def _experts_spec(experts: RoutedExperts) -> ExpertsSpec:
+    up, down, up_scales, down_scales = experts.integers or (experts.up, experts.down, None, None)
+    return ExpertsSpec(
+        up=ExpertMatrices(up, up_scales, experts.up_bias),
+        down=ExpertMatrices(down, down_scales, experts.down_bias),
+        activation=experts.name,
+        gated=experts.gated,
+    )
 
 
 def _norm_spec(module: nn.Module) -> NormSpec:

@@ -45,9 +45,4 @@ def check_quantize(
 
 def describe_unsupported(config: ModelConfig) -> str | None:
     """Why Triton's kernels cannot compute this model; None if they can."""
-    parts = {
-        "an encoder": config.n_encoder_layers > 0,
-        "experts": config.experts is not None,
-    }
-    unsupported = next((part for part, is_used in parts.items() if is_used), None)
-    return unsupported and f"the model has {unsupported}, which Triton's kernels do not compute"
+    return "the model has an encoder, which Triton's kernels do not compute" if config.n_encoder_layers else None

@@ -5,7 +5,8 @@ independent; but a library selects its tile by their number, so on a GPU the las
 --deterministic), except of integers in steps of up to 64 tokens, whose kernel sums in a fixed order.
 
 quantize_decoder() replaces the products of a decoder with quantized ones. Embeddings are not quantized, and neither is
-a tied LM head, whose matrix is the embedding. Experts, which torch multiplies, are rounded to integers.
+a tied LM head, whose matrix is the embedding. Experts stay integers if a GPU's kernels multiply with them; for torch
+they are rounded to integers, and stored in their own number format.
 
 Shape legend: T tokens of the step, K columns, N rows of the weight.
 """
@@ -26,7 +27,7 @@ from app.engine.quantization.quantized_weights import (
     quantize_fp8_weight,
     round_experts,
 )
-from model.nn.feed_forward import RoutedExperts
+from model.nn.feed_forward import ExpertIntegers, RoutedExperts
 from model.nn.layers import Linear, product
 from model.nn.transformer import Decoder
 from model.weight_formats import Codes, WeightFormat
@@ -92,17 +93,35 @@ def fits(weight: Tensor, weight_format: WeightFormat) -> bool:
 
 
 def quantize_decoder(
-    decoder: Decoder, weight_format: WeightFormat, kernels: QuantizedKernels = REFERENCE_KERNELS
+    decoder: Decoder,
+    weight_format: WeightFormat,
+    kernels: QuantizedKernels = REFERENCE_KERNELS,
+    *,
+    integer_experts: bool = False,
 ) -> None:
-    """Quantizes every matrix and frees the original; to be called before cache_attributes()."""
+    """Quantizes every matrix and frees the original; to be called before cache_attributes().
+
+    integer_experts: whether the kernels of steps multiply with the integers of experts, as torch does not.
+    """
     for owner in decoder.modules():
         if isinstance(owner, Linear):
             owner.product = quantized_product(owner.weight, owner.bias, weight_format, kernels) or product
         if isinstance(owner, RoutedExperts) and weight_format.is_quantized:
-            round_experts(owner, weight_format)
+            (_quantize_experts if integer_experts else round_experts)(owner, weight_format)
     if decoder.untied_head is not None:  # padded_lm_head() handles an unquantized head
         head = quantized_product(decoder.untied_head, decoder.head_bias, weight_format, kernels)
         decoder.head_product = head or product
+
+
+def _quantize_experts(experts: RoutedExperts, weight_format: WeightFormat) -> None:
+    """Every row of each expert's matrix has a scale of its own."""
+    numbers, scales = [], []
+    for parameter in (experts.up, experts.down):
+        integers = quantize(parameter.flatten(0, 1), weight_format.facts.largest)
+        numbers.append(integers.numbers.view(parameter.shape))
+        scales.append(integers.scales.view(parameter.shape[:2]))
+        _free(parameter)
+    experts.integers = ExpertIntegers(*numbers, *scales)
 
 
 def describe_unquantized(decoder: Decoder, weight_format: WeightFormat) -> str | None:

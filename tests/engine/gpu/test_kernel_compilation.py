@@ -31,6 +31,7 @@ MAX_STACK = 64
 MAX_BLACKWELL_STACK = 216
 """The same on Blackwell for attention that adds split after split: outside the loops over tiles, as everywhere."""
 LAUNCHES_PER_LAYER = 10
+LAUNCHES_PER_ROUTED_LAYER = 14
 Facts = dict[str, Any]
 
 pytestmark = [pytest.mark.slow, needs_triton]
@@ -142,7 +143,10 @@ def test_prompts_and_single_tokens_use_the_same_matrix_instructions(
     """Instructions of other shapes add in another order, and another layout sums rows in another order."""
     for capability, kernels in compiled.items():
         attention = [name for name in kernels if name.endswith(" attention_kernel")]
-        models = [[name for name in attention if name.startswith(model)] for model in ("qwen3", "gpt2")]
+        models = [
+            [name for name in attention if name.startswith(model)]
+            for model in ("qwen3", "gpt2", "gpt-oss, window None")
+        ]
         assert any(models)
         for names in filter(None, models):
             assert len(names) >= 2
@@ -164,6 +168,36 @@ def test_int8_uses_one_kind_of_matrix_unit(compiled: dict[int, dict[str, Facts]]
         assert facts["units"] == [f"wgmma.mma_async.sync.aligned.m64n{tokens}k16.f32.bf16.bf16"]
         assert facts["copies"], "loads wait for one another"
         assert facts["shared"] <= SHARED_BYTES[90] // 2, "two programs must fit on a multiprocessor"
+
+
+def test_few_and_many_tokens_of_an_expert_use_one_kind_of_matrix_unit(compiled: dict[int, dict[str, Facts]]) -> None:
+    """64 rows of the matrix, 16 or 64 tokens: the order of sums is the same, and no product is fused with a sum."""
+    seen = set()
+    for capability, kernels in compiled.items():
+        for name, facts in kernels.items():
+            model, _, rest = name.partition(" few experts ")
+            if not rest.startswith("expert_"):
+                continue
+            seen.add((capability, model, rest))
+            many = kernels.get(f"{model} many experts {rest}", facts)
+            assert facts["apart"] == many["apart"] == [], "a token count would need a compilation while serving"
+            assert facts["copies"] and many["copies"], "loads wait for one another"
+            assert 2 * (many["shared"] + 1024) <= 227 << 10, "two programs must fit on a multiprocessor of Hopper"
+            units, more = (
+                [re.sub(r"\.m64n(16|64)k", ".m64k", unit) for unit in each["units"]] for each in (facts, many)
+            )
+            assert units == more, (capability, name)
+            if not model.startswith("sigmoid32"):
+                assert len(units) == 1 and units[0].startswith(MATRIX_UNITS[capability]), (capability, name)
+                assert facts["fused"] == many["fused"] == 0, (capability, name)
+    both = {f"expert_{what}_kernel" for what in ("up", "down")}
+    assert {
+        (capability, f"{model}:", kernel)
+        for capability in SHARED_BYTES
+        for model in ("qwen3-moe", "gpt-oss")
+        for kernel in both
+    } <= seen
+    assert {(90, "int8 qwen3-moe,", kernel) for kernel in both} <= seen
 
 
 def test_pieces_of_a_weight_share_one_variant(compiled: dict[int, dict[str, Facts]]) -> None:
@@ -215,6 +249,18 @@ def test_captured_step_launches_few_kernels_per_layer(launched: dict[str, Any]) 
     """The merge of attention's splits is one of them."""
     assert launched["layer"].count("linear") == 4 and "attention_kernel" in launched["layer"]
     assert len(launched["layer"]) <= LAUNCHES_PER_LAYER, launched["layer"]
+    routed = launched["mixture"]["layer"]
+    assert routed.count("linear") == 2 and "expert_up_kernel" in routed
+    assert len(routed) <= LAUNCHES_PER_ROUTED_LAYER, routed
+
+
+def test_mixture_needs_no_kernel_that_startup_or_the_variant_table_lacks(launched: dict[str, Any]) -> None:
+    """With as few tokens as an expert's items have places, and with more."""
+    mixture = launched["mixture"]
+    assert mixture["tokens"] > 50 and {"expert_up_kernel", "choose_kernel", "group_kernel"} <= {
+        name.split()[0] for name in mixture["early"]
+    }
+    assert not mixture["late"] and not mixture["missing"]
 
 
 @pytest.mark.parametrize("shared_bytes", sorted(set(SHARED_BYTES.values())))

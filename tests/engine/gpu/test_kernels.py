@@ -9,17 +9,21 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from random import randrange
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
+from torch import nn
 
-from app.engine.gpu.kernels.interface import HeadsSpec, Kernels
-from benchmarks.gpu.conformance import attention, rows
+from app.engine.gpu.kernels.interface import ExpertMatrices, ExpertsSpec, HeadsSpec, Kernels, RouterSpec
+from benchmarks.gpu.conformance import attention, experts, rows
 from benchmarks.gpu.conformance.attention import build
 from benchmarks.gpu.conformance.harness import random, same_bits
 from benchmarks.gpu.results import Finding
+from model.config import ExpertScore
+from model.nn.feed_forward import MixtureOfExperts
 from tests.support.gpu.kernel_backends import BOTH, DEVICE, FORMATS, SHAPES, kernels, needs_triton
+from tests.support.model.tiny_models import mixture_config
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -123,3 +127,82 @@ def test_reference_without_its_sinks_is_detected() -> None:
     found = torch.cat(replace(scene, sinks_H=None).attend(kernels("torch"), [(0, 529, 1)], 1))
     expected = torch.cat(scene.attend(kernels("torch"), [(0, 529, 1)], 1))
     assert not attention.close("", found, expected).ok
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize("score", get_args(ExpertScore))
+def test_experts_equal_the_reference_in_any_company_and_read_no_others(
+    score: ExpertScore, dtype: torch.dtype, kind: str
+) -> None:
+    seed = randrange(10**6)
+    scene = experts.build(experts.small(score), dtype, DEVICE, seed)
+    check_all(experts.compare(f"seed {seed}", kernels(kind), scene))
+
+
+def _mixture(score: ExpertScore) -> MixtureOfExperts:
+    """A mixture in torch: 3 of 5 experts, or with a sigmoid 6 of 33, for hidden states of 300 numbers."""
+    is_of_chosen, count = score == "softmax_of_chosen", 33 if score == "sigmoid" else 5
+    config = mixture_config(
+        count=count, chosen=6 if score == "sigmoid" else 3, score=score, normalized=not is_of_chosen,
+        choice_bias=not is_of_chosen, router_bias=is_of_chosen, bias=is_of_chosen, factor=2.5,
+    )  # fmt: skip
+    mixture = MixtureOfExperts(replace(config, width=300)).requires_grad_(False)
+    for number, parameter in enumerate(mixture.parameters()):
+        parameter.copy_(random(tuple(parameter.shape), torch.float32, "cpu", number) * parameter.shape[-1] ** -0.5)
+    return mixture.to(DEVICE)
+
+
+def _specs(mixture: MixtureOfExperts) -> tuple[RouterSpec, ExpertsSpec]:
+    router, own = mixture.router, mixture.experts
+    return RouterSpec(
+        experts=mixture.config, weight_ED=router.weight, bias_E=router.bias, choice_bias_E=mixture.choice_bias
+    ), ExpertsSpec(
+        up=ExpertMatrices(own.up, None, own.up_bias),
+        down=ExpertMatrices(own.down, None, own.down_bias),
+        activation=own.name,
+        gated=own.gated,
+    )
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("score", get_args(ExpertScore))
+def test_experts_equal_torchs_interpreter_also_where_logits_are_extreme(score: ExpertScore, kind: str) -> None:
+    """Logits of NaN, in one row, are in no other row; equal, huge and tiny ones choose and weight the same experts."""
+    mixture, backend = _mixture(score), kernels(kind)
+    router, own = _specs(mixture)
+    x_TD = random((23, 300), torch.float32, DEVICE, randrange(10**6))
+    x_TD[3], x_TD[5], x_TD[7], x_TD[11] = float("nan"), 0.0, 3e4 * x_TD[7], -1e4 * router.weight_ED.sum(0)
+    rows_T = torch.arange(23, dtype=torch.int32, device=DEVICE)
+    wanted, routes = mixture.route(x_TD), backend.route(x_TD, router, rows_T)
+    assert torch.equal(routes.ids_TC, wanted.ids_TC.int())
+    assert torch.allclose(routes.weights_TC, wanted.weights_TC, rtol=1e-5, atol=1e-6, equal_nan=True)
+    out_TD, expected_TD = backend.experts(x_TD, routes, own), mixture.experts(x_TD, wanted)
+    assert out_TD[3].isnan().all() and out_TD.isnan().any(1).sum() == 1
+    largest_T1 = expected_TD.nan_to_num().abs().amax(1, keepdim=True).clamp(min=1.0)
+    assert torch.allclose(out_TD / largest_T1, expected_TD / largest_T1, rtol=0.0, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_logit_of_nan_is_the_largest_and_equal_ones_follow_by_id(kind: str) -> None:
+    """As in torch, so that ids are valid; the row's weights are NaN."""
+    mixture = _mixture("softmax_of_chosen")
+    router, _ = _specs(mixture)
+    bias_E = torch.tensor([-float("inf"), 1.0, 1.0, 1.0, float("nan")], device=DEVICE)
+    flat = replace(router, weight_ED=torch.zeros_like(router.weight_ED), bias_E=bias_E)
+    mixture.router.weight, mixture.router.bias = nn.Parameter(flat.weight_ED), nn.Parameter(bias_E)
+    x_TD = -torch.ones(2, 300, device=DEVICE)
+    routes = kernels(kind).route(x_TD, flat, torch.zeros(2, dtype=torch.int32, device=DEVICE))
+    assert routes.ids_TC.tolist() == mixture.route(x_TD).ids_TC.tolist() == [[1, 2, 4]] * 2
+    assert routes.weights_TC.isnan().all()
+
+
+def test_experts_of_which_one_is_another_are_detected() -> None:
+    """Positive control: every expert matters, and so does the order of gate and up."""
+    scene = experts.build(experts.small("softmax"), torch.float32, DEVICE, 1)
+    everything = torch.arange(scene.shape.tokens, device=DEVICE)
+    _, expected = scene.compute(kernels("torch"), everything)
+    up = scene.experts.up
+    for changed in (up._replace(numbers=up.numbers.roll(1, 0)), up._replace(numbers=up.numbers.roll(20, 1))):
+        other = replace(scene, experts=replace(scene.experts, up=changed))
+        assert not attention.close("", other.compute(kernels("torch"), everything)[1], expected).ok

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from app.engine.execution.warmup_batches import dummies
 from app.engine.gpu.linears import describe_unquantized, quantize_decoder, quantized_product
 from app.engine.gpu.triton_loader import REFERENCE_KERNELS, quantized_kernels
 from app.engine.quantization import quantized_weights
@@ -27,6 +28,7 @@ from model.files import CheckpointError
 from model.nn.reference import logits
 from model.nn.transformer import Decoder
 from model.weight_formats import KINDS, QUANTIZE, WeightFormat
+from tests.support.gpu.emulated_engine import tiny_device_runner
 from tests.support.gpu.kernel_backends import DEVICE, needs_triton
 from tests.support.model.tiny_models import mixture_config, tiny_config, tiny_decoder, tiny_engine
 
@@ -200,6 +202,29 @@ def test_int8_decoder_equals_one_with_rounded_weights(shape: ModelConfig) -> Non
     ours = logits(_quantized(shape, "int8"), PROMPT, source=source)
     assert torch.allclose(ours, logits(rounded, PROMPT, source=source), rtol=1e-3, atol=2e-3)
     assert not torch.allclose(ours, logits(tiny_decoder(shape), PROMPT, source=source), rtol=1e-3, atol=2e-3)
+
+
+def test_experts_of_gpu_kernels_stay_integers_and_compute_what_rounded_ones_do() -> None:
+    """Close to torch's experts, which are rounded to the same numbers, and not to those before."""
+    config = mixture_config(bias=True, shared_width=33)
+    rounded, integers = tiny_decoder(config), tiny_decoder(config)
+    quantize_decoder(rounded, INT8)
+    quantize_decoder(integers, INT8, integer_experts=True)
+    ours = _step_logits(integers)
+    assert torch.allclose(ours, _step_logits(rounded), rtol=1e-3, atol=2e-3)
+    assert not torch.allclose(ours, _step_logits(tiny_decoder(config)), rtol=1e-3, atol=2e-3)
+    kept = [each for name, each in integers.named_parameters() if ".experts." in name and each.ndim == 3]
+    assert len(kept) == 4 and all(each.untyped_storage().nbytes() <= 4 and each.isnan().all() for each in kept)
+    with pytest.raises(AssertionError, match="integers"):
+        logits(integers, PROMPT)
+
+
+def _step_logits(decoder: Decoder) -> Tensor:
+    """Logits [1, V] after a prompt, by the steps of a GPU."""
+    runner = tiny_device_runner(decoder)
+    runner.run(dummies(1, len(PROMPT)))
+    executor = runner.graphs.executor
+    return executor.decoder.head(executor._hidden_TD[:1]).clone()
 
 
 @pytest.mark.parametrize("kind", QUANTIZED)

@@ -27,17 +27,18 @@ from app.engine.gpu.kernels.interface import PARTIAL_BYTES
 from app.engine.gpu.setup import _GRAPH_BYTES, TritonBackend
 from app.engine.gpu.step_inputs import StepInputs
 from app.engine.gpu.transfers import Upload
-from app.engine.gpu.triton_loader import check_triton, sources_key
-from app.engine.memory.memory_plan import CacheShape
+from app.engine.gpu.triton_loader import check_triton, sources_key, triton_kernels
+from app.engine.memory.memory_plan import CacheShape, MemoryPeaks
 from app.engine.sampling.parameters import SamplingInput
 from app.engine.sampling.sampler import sample
 from app.engine.scheduling.scheduler import StepLimits
 from app.engine.torch_backends import TorchBackend
 from benchmarks.gpu.reference_kernels import ReferenceKernels
+from model.config import ModelConfig
 from tests.support import ROOT
 from tests.support.gpu.emulated_engine import tiny_device_runner
 from tests.support.gpu.kernel_backends import needs_triton
-from tests.support.model.tiny_models import tiny_config, tiny_decoder
+from tests.support.model.tiny_models import mixture_config, tiny_config, tiny_decoder
 
 
 def test_sections_of_an_upload_are_aligned_to_16_bytes() -> None:
@@ -123,6 +124,27 @@ def test_peak_includes_prompt_scores_and_the_largest_captured_steps(measured: li
     assert (40, width) in shapes[1] and (512, width) in shapes[1]
 
 
+@needs_triton
+def test_peak_includes_what_experts_compute_for_every_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels' own scratch: hidden numbers and outputs of each expert of a token, at once."""
+    config = mixture_config(chosen=3)
+    with_experts, none = (_kernel_peaks(each, monkeypatch) for each in (config, tiny_config(mlp_width=0)))
+    assert config.experts
+    scratch = 4 * 40 * config.experts.chosen * (config.width + config.experts.width)
+    assert with_experts.activations - none.activations >= scratch
+    assert with_experts.graphs - none.graphs >= scratch
+
+
+def _kernel_peaks(config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> MemoryPeaks:
+    """The peaks of Triton's kernels in steps of 40 tokens."""
+    monkeypatch.setattr("app.engine.gpu.setup.step_peak", lambda compute_once, *_: _peak_bytes(compute_once))
+    found = triton_kernels()
+    assert found
+    limits = StepLimits(tokens_per_step=40, max_running=2)
+    shape = CacheShape(shape=config, context=64, block_size=16, max_running=2, dtype="float32", tokens_per_step=40)
+    return TritonBackend(tiny_decoder(config), found.kernels, shape, limits, deterministic=False).peaks()
+
+
 def _peak_bytes(compute_once: Callable[[], object]) -> int:
     """The peak number of bytes in tensors that exist at the same time."""
     sizes: dict[int, int] = {}
@@ -180,10 +202,11 @@ def test_triton_without_a_compiler_is_refused_at_startup_with_the_reason() -> No
     check_triton(lambda: None)
 
 
+@pytest.mark.parametrize("config", [tiny_config(), mixture_config(shared_width=33)], ids=["dense", "experts"])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_steps_use_no_host_tensors(deterministic: bool) -> None:
+def test_steps_use_no_host_tensors(deterministic: bool, config: ModelConfig) -> None:
     """The host would wait for their transfer, which a captured step does not allow. meta counts as a device."""
-    decoder = tiny_decoder().to("meta")
+    decoder = tiny_decoder(config).to("meta")
     executor = tiny_device_runner(decoder, max_running=4, deterministic=deterministic).graphs.executor
     tokens_T, tiles_X = (torch.zeros(n, dtype=torch.int32, device="meta") for n in (128, 4))
 
@@ -211,7 +234,8 @@ def test_editing_the_kernels_changes_their_name_in_receipts(tmp_path: Path) -> N
     shutil.copytree(ROOT / "app/engine", copy)
     before = sources_key()
     assert sources_key(copy) == before and len(before) == 8
-    computes = ("gpu/kernels/interface.py", "gpu/kernels/triton/attention.py", "gpu/linears.py")
+    kernels = ("attention", "activations", "experts")
+    computes = ("gpu/kernels/interface.py", *(f"gpu/kernels/triton/{name}.py" for name in kernels), "gpu/linears.py")
     for name in (*computes, "quantization/quantized_weights.py"):
         old = sources_key(copy)
         with (copy / name).open("a") as file:

@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from app.common.types import Request, SampledEvent, SamplingParams
-from app.engine.gpu.format_support import describe_unsupported
 from model.checkpoint.checkpoint import load, weights_files
 from model.checkpoint.stored_weights import find_weights
 from model.families.registry import family_of
@@ -82,9 +81,10 @@ def test_logits_and_greedy_completions_equal_those_of_transformers(
 def test_other_backends_draw_the_tokens_of_transformers(tmp_path: Path, case: str, way: str) -> None:
     """The C++ kernels, and a GPU's steps with reference kernels in place of Triton's."""
     theirs, requests = save_reference(case, tmp_path), _requests()[1:]
-    engines = {way: tiny_engine(_load(tmp_path), tokens_per_step=23, max_running=3)}
-    if describe_unsupported(find_weights(tmp_path).config) is None:
-        engines["gpu"] = tiny_device_engine(_load(tmp_path), tokens_per_step=23, max_running=3)
+    engines = {
+        way: tiny_engine(_load(tmp_path), tokens_per_step=23, max_running=3),
+        "gpu": tiny_device_engine(_load(tmp_path), tokens_per_step=23, max_running=3),
+    }
     for name, engine in engines.items():
         events = run_all(engine, requests)
         for request in requests:

@@ -29,12 +29,17 @@ from app.engine.gpu.triton_loader import QuantizedKernels, triton_kernels
 from app.engine.scheduling.block_pool import BlockPool
 from app.engine.scheduling.scheduler import Scheduler, StepLimits
 from benchmarks.gpu.compilation import Driver, engine_launches
+from model.config import ModelConfig
 from model.weight_formats import WeightFormat
 from tests.support.gpu.emulated_engine import tiny_device_runner
-from tests.support.model.tiny_models import run_all, tiny_config, tiny_decoder
+from tests.support.model.tiny_models import mixture_config, run_all, tiny_config, tiny_decoder
 
 ROWS, TOKENS, BLOCKS, BLOCK = 12, 64, 96, 64
 SHAPE = tiny_config(context=640, vocab_size=333, tied_head=False, qk_norm="head", n_layers=1)
+MIXTURE = replace(
+    mixture_config(count=4, chosen=3), context=640, vocab_size=333, n_layers=1, sinks=True, activation="swiglu_clamped"
+)
+"""Items have 16 tokens in steps of up to 21 tokens, and 64 in others."""
 
 
 class LaunchCounter(TorchDispatchMode):
@@ -82,17 +87,19 @@ def make_requests() -> list[Request]:
     ]
 
 
-def device_runner(kernels: Any, n_layers: int, *, int8: bool) -> DeviceRunner:
-    """The runner of a decoder with `n_layers` layers."""
-    decoder = tiny_decoder(replace(SHAPE, n_layers=n_layers), dtype=torch.bfloat16)
+def device_runner(kernels: Any, shape: ModelConfig, *, int8: bool) -> DeviceRunner:
+    """The runner of a decoder."""
+    decoder = tiny_decoder(shape, dtype=torch.bfloat16)
     decoder.make_tables()  # in float32, as in an engine
     if int8:
-        quantize_decoder(decoder, WeightFormat(kind="int8"), QuantizedKernels(int8_product=int8_product))
+        quantize_decoder(
+            decoder, WeightFormat(kind="int8"), QuantizedKernels(int8_product=int8_product), integer_experts=True
+        )
     sizes = {"max_running": ROWS, "tokens_per_step": TOKENS, "blocks": BLOCKS, "block_size": BLOCK}
     return tiny_device_runner(decoder, **sizes, kernels=kernels)
 
 
-def launches_per_layer(kernels: Any) -> list[str]:
+def launches_per_layer(kernels: Any, shape: ModelConfig) -> list[str]:
     """Launches that one more layer adds to the captured step with the most launches."""
     steps = []
     for n_layers in (1, 2):
@@ -103,12 +110,17 @@ def launches_per_layer(kernels: Any) -> list[str]:
             found.append(counter.names)
             return replay
 
-        device_runner(kernels, n_layers, int8=False).capture(capture)
+        device_runner(kernels, replace(shape, n_layers=n_layers), int8=False).capture(capture)
         steps.append(max(found, key=len))
     return [name for name in sorted(set(steps[1])) for _ in range(steps[1].count(name) - steps[0].count(name))]
 
 
 def main() -> dict[str, Any]:
+    """The facts of a dense model, and those of a mixture of experts."""
+    return {**facts_of(SHAPE), "mixture": facts_of(MIXTURE)}
+
+
+def facts_of(shape: ModelConfig) -> dict[str, Any]:
     """Variants requested at startup, those requested only by requests, and those missing in the variant table."""
     wanted: set[str] = set()
     triton.runtime.driver.set_active(Driver(90))
@@ -119,18 +131,18 @@ def main() -> dict[str, Any]:
     look_up = found.kernels.look_up
     # Nothing computes token ids, so zero them: embeddings must be within their table.
     vars(found.kernels)["look_up"] = lambda *args: RowLookup(*[column_S.zero_() for column_S in look_up(*args)])
-    per_layer = launches_per_layer(found.kernels)
+    per_layer = launches_per_layer(found.kernels, shape)
     wanted.clear()
-    for launch in engine_launches("", SHAPE, torch.bfloat16, BLOCK, ROWS).values():
+    for launch in engine_launches("", shape, torch.bfloat16, BLOCK, ROWS).values():
         launch(TritonKernels())
     table = set(wanted)
     wanted.clear()
-    plain = device_runner(found.kernels, 1, int8=False)
+    plain = device_runner(found.kernels, shape, int8=False)
     plain.warm_up(TOKENS)
     plain.capture(lambda work: (work(), work)[1])
     missing = sorted(wanted - table)
     wanted.clear()
-    runner = device_runner(found.kernels, 1, int8=True)
+    runner = device_runner(found.kernels, shape, int8=True)
     runner.warm_up(TOKENS)
     runner.capture(lambda work: (work(), work)[1])
     early = sorted(wanted)

@@ -1,8 +1,8 @@
 """Interface of a step's operations on the device, with their shapes and launch configurations.
 
-Shape legend: T tokens of the step (padded), D width, H query heads, K kv heads, C head_dim, F mlp width, P positions of
-the rotary table, R rows of resident state, B blocks of a row's table, X query tiles (or any flat axis), S sampled rows,
-V vocabulary.
+Shape legend: T tokens of the step (padded), D width, H query heads, K kv heads, C head_dim, F mlp width, E experts (C
+of a token, with hidden size F), P positions of the rotary table, R rows of resident state, B blocks of a row's table, X
+query tiles (or any flat axis), S sampled rows, V vocabulary.
 
 Every operation can be captured in a CUDA graph: it reads nothing on the host, and the shapes of its results depend on
 the shapes of its inputs only. The bits of a row depend on its own numbers only: not on T, not on other rows, and in
@@ -23,7 +23,8 @@ from torch import Tensor
 
 from app.engine.gpu.kernels.sample_out import SampleOut
 from app.engine.gpu.kernels.sampling_table import SamplingTable
-from model.config import Activation, Norm
+from model.config import Activation, Experts, Norm
+from model.nn.feed_forward import Routes
 
 SPLIT = 512
 """Positions of a sequence that attention reduces separately; the splits are then merged in order."""
@@ -58,6 +59,40 @@ class HeadsSpec:
     query_scale_P: Tensor | None = None
     """[P] float32: factor of the queries at each position."""
     q_factor: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RouterSpec:
+    """The choice of experts. Logits, scores and weights are in float32; the tensors are in any number format."""
+
+    experts: Experts
+    weight_ED: Tensor
+    bias_E: Tensor | None = None
+    """Of the logits."""
+    choice_bias_E: Tensor | None = None
+    """Of the scores, for the choice only."""
+
+
+class ExpertMatrices(NamedTuple):
+    """One matrix of each expert."""
+
+    numbers: Tensor
+    """[E, rows, columns] in the number format of the step, or int8."""
+    scales_EN: Tensor | None = None
+    """float32, of int8 numbers: a scale for each row."""
+    bias_EN: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ExpertsSpec:
+    """The feed-forward networks of experts."""
+
+    up: ExpertMatrices
+    """[E, 2 F, D] if gated, the gate's rows first; else [E, F, D]."""
+    down: ExpertMatrices
+    """[E, D, F]."""
+    activation: Activation
+    gated: bool
 
 
 class AttentionWork(NamedTuple):
@@ -190,6 +225,21 @@ class Kernels(Protocol):
         """
         ...
 
+    def route(self, x_TD: Tensor, router: RouterSpec, tile_rows_T: Tensor, /) -> Routes:
+        """The experts of each token, as int32, and their weights; of equal scores the lower id is chosen.
+
+        tile_rows_T: of RowLookup: a padding token chooses no experts, its ids are -1.
+        """
+        ...
+
+    def experts(self, x_TD: Tensor, routes: Routes, experts: ExpertsSpec, /) -> Tensor:
+        """[T, D]: the sum of each token's experts times their weights, in float32, in the order of their ids.
+
+        The products of an expert are rounded, and so is what activation() makes of them (see gate). Tokens without
+        experts get zeros. Weights of experts that no token has chosen are not read.
+        """
+        ...
+
     def sample(
         self,
         logits_SV: Tensor,
@@ -226,7 +276,7 @@ runs two at a time."""
 FEW_PROGRAMS = 128
 """A step with fewer programs leaves multiprocessors idle: its prompts are divided into splits, too."""
 COLUMNS = 1024
-"""Columns of a row per program, in gate_kernel."""
+"""Columns of a row per program, in gate_kernel and combine_kernel."""
 
 
 Launch = dict[str, int]
@@ -239,6 +289,22 @@ def _launch(num_warps: int, num_stages: int = 1) -> Launch:
 
 ROW_LAUNCH = _launch(4)
 """For kernels without a loop over loads."""
+
+ROUTER_LAUNCH = _launch(4, 3)
+
+
+def expert_item_tokens(n_choices: int, n_experts: int) -> int:
+    """Tokens that share a read of their expert's weights, at most: by the sizes of the step, not by its choices."""
+    return 16 if n_choices <= 16 * n_experts else 64
+
+
+def experts_launch(item_tokens: int, weight_size: int, item_size: int) -> Launch:
+    """Launch options and tile sizes of a product with experts: 128 bytes of each of 64 rows of a matrix at a time.
+
+    At most 72 KiB of shared memory. The tile sets the order of sums, so it must not depend on the number of tokens.
+    """
+    stages = 2 if item_size == 4 else 4 if item_tokens == 16 else 3
+    return {"BLOCK_N": 64, "BLOCK_K": 128 // max(weight_size, 4 * (item_size == 4)), **_launch(4, stages)}
 
 
 def attention_launch(padded_dim: int, item_size: int, shared_bytes: int = SHARED_BYTES) -> Launch:

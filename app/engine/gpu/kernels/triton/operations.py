@@ -25,6 +25,7 @@ from app.engine.gpu.kernels.interface import (
 from app.engine.gpu.kernels.sample_out import ALIGNED
 from app.engine.gpu.kernels.triton.activations import gate
 from app.engine.gpu.kernels.triton.attention import attention, divide_attention
+from app.engine.gpu.kernels.triton.experts import compute_experts, route
 from app.engine.gpu.kernels.triton.sampler import sample
 
 # One program computes a whole row, so that its bits depend on nothing else. Shape legend: T tokens, D width, W the next
@@ -319,6 +320,8 @@ class TritonKernels:
     add_norm = staticmethod(add_norm)
     split_heads = staticmethod(split_heads)
     gate = staticmethod(gate)
+    route = staticmethod(route)
+    experts = staticmethod(compute_experts)
     sample = staticmethod(sample)
 
     def __init__(self, partial_bytes: int = PARTIAL_BYTES, shared_bytes: int = SHARED_BYTES) -> None:
