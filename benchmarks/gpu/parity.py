@@ -4,13 +4,15 @@ Small models of every layout with random weights; prompts shorter and longer tha
 and seeded ones with filters and penalties. The reference reads the engine's own tokens in one pass and scores each
 against the logits before it, since one token that a tie decided otherwise would make the rest incomparable. In float32,
 tokens must equal the reference's except for ties; in bfloat16, whose rounding changes every logit, log-probabilities
-must be near those of the same rounded weights.
+must be near those of the same rounded weights. A router that rounding takes to another expert makes another row, which
+random routers do often: of mixtures, most tokens must agree.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import ceil, isnan, nan
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ from benchmarks.engine_driver import random_prompt, request, run_all
 from benchmarks.gpu.engines import build_device_engine
 from benchmarks.gpu.results import Finding, StageContext
 from benchmarks.shapes import SHAPES, decoder_of, random_state, smaller, weights_in_memory
-from model.config import LayerKind, ModelConfig, QueryScale, Rope
+from model.config import Experts, LayerKind, ModelConfig, QueryScale, Rope
 from model.nn.reference import logits
 from model.nn.transformer import Decoder
 
@@ -69,8 +71,27 @@ LAYOUTS |= {
         _LLAMA, norm="layernorm", parallel_residual=True, shared_norm=True, layer_kinds=_ROTATED, residual_scale=0.5
     ),
 }  # fmt: skip
+_ROUTED = LayerKind(rope=Rope(), mlp="experts")
+_MIXTURE = replace(
+    _LLAMA, layer_kinds=(_ROUTED,), mlp_width=0, experts=Experts(count=16, chosen=4, width=176, normalized=True)
+)
+LAYOUTS |= {
+    "experts": replace(_MIXTURE, qk_norm="head"),
+    "experts of a sigmoid, one shared": replace(
+        _MIXTURE, experts=Experts(
+            count=12, chosen=3, width=176, score="sigmoid", choice_bias=True, factor=1.5, shared_width=176
+        ),
+    ),
+    "experts, sinks, clamped SwiGLU": replace(
+        _MIXTURE, sinks=True, activation="swiglu_clamped", qkv_bias=True, out_bias=True,
+        layer_kinds=(replace(_ROUTED, window=100), _ROUTED), layer_types=(0, 1, 0, 1),
+        experts=Experts(count=16, chosen=4, width=176, score="softmax_of_chosen", router_bias=True, bias=True),
+    ),
+}  # fmt: skip
 _LOGPROB_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.3}
 """Tolerance of a log-probability; on a CPU, torch's were off by 8.1e-6 and 0.10 at most."""
+_ROUTED_SHARE = {"float32": 0.98, "bfloat16": 0.85}
+"""Share of a mixture's tokens that must be within the tolerances; torch on a CPU in bfloat16: 0.93 of 1,100 tokens."""
 _TIE_TOLERANCE = 1e-3
 _MAX_SHARE_OFF = 0.005
 """Share of sampled tokens in float32: a random number may fall between two sums that differ in their last digits."""
@@ -83,10 +104,10 @@ class OutputScore:
     tokens: int
     off: int
     """Tokens that the reference would not have chosen."""
-    gap: float
-    """Greedy requests: the most by which a chosen logit is below the reference's."""
-    difference: float
-    """Largest difference of log-probabilities."""
+    gaps: tuple[float, ...]
+    """Greedy requests: by how much each chosen logit is below the reference's."""
+    differences: tuple[float, ...]
+    """Of log-probabilities; NaN where none was reported."""
 
 
 def score_output(
@@ -101,12 +122,12 @@ def score_output(
     own_S = torch.log_softmax(logits_SV, -1).gather(1, torch.tensor(tokens)[:, None]).squeeze(1)
     reported = [float("nan") if logprob is None else logprob for logprob in logprobs]
     off = [i for i, token in enumerate(tokens) if token != expected[i]]
-    gaps = [float(logits_SV[i, expected[i]] - logits_SV[i, tokens[i]]) for i in off]
+    pairs = enumerate(zip(expected, tokens, strict=True))
     return OutputScore(
         tokens=len(tokens),
         off=len(off),
-        gap=max(gaps, default=0.0),
-        difference=float((torch.tensor(reported) - own_S).abs().max()),
+        gaps=tuple(float(logits_SV[i, wanted] - logits_SV[i, token]) for i, (wanted, token) in pairs),
+        differences=tuple((torch.tensor(reported) - own_S).abs().tolist()),
     )
 
 
@@ -140,26 +161,37 @@ def parity(context: StageContext) -> Iterator[Finding]:
                 continue
             oracle = decoder_of(shape, {name: tensor.float() for name, tensor in state.items()})
             scores = [score_output(oracle, r, outputs.tokens(r.id), outputs.logprobs(r.id)) for r in requests]
-            yield _finding(what, requests, scores, dtype)
+            share = _ROUTED_SHARE[dtype] if shape.experts else 1.0
+            yield finding_of(what, requests, scores, dtype, share)
 
 
-def _finding(what: str, requests: Sequence[Request], scores: Sequence[OutputScore], dtype: str) -> Finding:
+def finding_of(
+    what: str, requests: Sequence[Request], scores: Sequence[OutputScore], dtype: str, share: float = 1.0
+) -> Finding:
+    """Judges the outputs of a layout. share: of the tokens that must be within the tolerances."""
     greedy = [v for r, v in zip(requests, scores, strict=True) if r.params.temperature == 0]
     sampled = [v for r, v in zip(requests, scores, strict=True) if r.params.temperature > 0]
-    difference = max(score.difference for score in scores)
-    gap = max(score.gap for score in greedy)
+    difference = _most([each for score in scores for each in score.differences], share)
+    gap = _most([each for score in greedy for each in score.gaps], share)
     off, total = sum(v.off for v in sampled), sum(v.tokens for v in sampled)
     ok = difference <= _LOGPROB_TOLERANCE[dtype]
     if dtype == "float32":
-        ok = ok and gap <= _TIE_TOLERANCE and off <= _MAX_SHARE_OFF * total + 1
+        ok = ok and gap <= _TIE_TOLERANCE and off <= (_MAX_SHARE_OFF + 1 - share) * total + 1
     return Finding(
         what=what,
         value=difference,
-        unit="nats at most",
+        unit="nats at most" if share == 1.0 else f"nats at most, of {share:.0%} of the tokens",
         ok=ok,
         note=f"greedy {sum(v.off for v in greedy)} of {sum(v.tokens for v in greedy)} tokens off, logit gap {gap:.1e}; "
         f"drawn {off} of {total} off",
     )
+
+
+def _most(values: Sequence[float], share: float) -> float:
+    """The largest of the smallest values, which are this share of all; NaN if any is."""
+    if any(map(isnan, values)):
+        return nan
+    return sorted(values)[ceil(share * len(values)) - 1]
 
 
 def _requests(shape: ModelConfig, *, tiny: bool) -> list[Request]:

@@ -37,7 +37,7 @@ STAGES = (
     _stage("roofs", "machine", 10, needs=("torch",)),
     # Correctness matters more than speed: checks come first.
     _stage("conform", "conform", 70, needs=("torch", "numpy", "msgspec")),
-    _stage("parity", "parity", 45),
+    _stage("parity", "parity", 60),
     _stage("graphs", "engine_checks", 30),
     _stage("syncs", "engine_checks", 15),
     _stage("memory", "engine_checks", 15),

@@ -19,10 +19,10 @@ import torch
 from benchmarks.engine_driver import random_prompt, request
 from benchmarks.gpu import conform, speed
 from benchmarks.gpu.__main__ import main
-from benchmarks.gpu.conformance import attention, rows, sampler
+from benchmarks.gpu.conformance import attention, experts, rows, sampler
 from benchmarks.gpu.machine import least_seconds
 from benchmarks.gpu.packages import WheelsError, install, missing
-from benchmarks.gpu.parity import score_output
+from benchmarks.gpu.parity import OutputScore, finding_of, score_output
 from benchmarks.gpu.results import Finding, Record, Report, StageContext, file_name
 from benchmarks.gpu.stages import ENGINE, HTTP, NAMES, STAGES, choose, seconds_for
 from benchmarks.gpu.subprocess_stage import StartMethod, run_in_subprocess
@@ -235,7 +235,12 @@ def test_kernel_checks_fail_independently(tmp_path: Path, monkeypatch: pytest.Mo
         yield Finding(what="one", ok=False, value="")
         raise ValueError("and then this")
 
-    every = {one for module in (attention, rows, sampler) for key, one in vars(module).items() if key[:6] == "check_"}
+    every = {
+        one
+        for module in (attention, experts, rows, sampler)
+        for key, one in vars(module).items()
+        if key[:6] == "check_"
+    }
     assert every == {*conform.CHECKS}
     monkeypatch.setattr(conform, "CHECKS", (check_wrong, check_sums))
     violation, wrong, sums = conform.conform(_context(tmp_path))
@@ -260,15 +265,25 @@ def test_oracle_detects_a_wrong_token_and_a_wrong_log_probability() -> None:
     logits_TV = logits(decoder, [*greedy.prompt, *tokens])[len(greedy.prompt) - 1 : -1]
     expected = torch.log_softmax(logits_TV, -1).gather(1, torch.tensor(tokens)[:, None]).squeeze(1).tolist()
     right = score_output(decoder, greedy, tokens, tuple(expected))
-    assert (right.tokens, right.off, right.gap) == (5, 0, 0.0)
-    assert right.difference < 1e-6
+    assert (right.tokens, right.off, right.gaps) == (5, 0, (0.0,) * 5)
+    assert max(right.differences) < 1e-6
     wrong = score_output(decoder, greedy, ((tokens[0] + 1) % shape.vocab_size, *tokens[1:]), tuple(expected))
-    assert wrong.off >= 1 and wrong.gap > 1e-3
+    assert wrong.off >= 1 and max(wrong.gaps) > 1e-3
     off_by_half = score_output(decoder, greedy, tokens, (expected[0] - 0.5, *expected[1:]))
-    assert off_by_half.difference == pytest.approx(0.5, abs=1e-5)
-    assert not score_output(decoder, greedy, tokens, (None, *expected[1:])).difference < 1e9, (
-        "missing log-probabilities must not count as a small difference"
-    )
+    assert max(off_by_half.differences) == pytest.approx(0.5, abs=1e-5)
+    missing = score_output(decoder, greedy, tokens, (None, *expected[1:]))
+    for share in (1.0, 0.5):
+        assert not finding_of("", [greedy], [missing], "float32", share).ok, "missing is no small difference"
+        assert finding_of("", [greedy], [right], "float32", share).ok
+
+
+def test_parity_of_a_mixture_asks_for_a_share_of_the_tokens() -> None:
+    """A router may choose another expert after rounding, but not for every tenth token in float32."""
+    few = OutputScore(tokens=100, off=1, gaps=(0.5, *[0.0] * 99), differences=(3.0, *[1e-5] * 99))
+    many = OutputScore(tokens=100, off=3, gaps=(*[0.5] * 3, *[0.0] * 97), differences=(*[3.0] * 3, *[1e-5] * 97))
+    greedy = request("a", [1], 100, logprobs=0)
+    for score, share, is_good in ((few, 1.0, False), (few, 0.98, True), (many, 0.98, False), (many, 0.9, True)):
+        assert finding_of("", [greedy], [score], "float32", share).ok == is_good
 
 
 def test_roofline_is_the_longer_of_memory_and_compute_time(tmp_path: Path) -> None:
