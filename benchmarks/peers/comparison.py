@@ -31,7 +31,7 @@ _PREFILLS = 3
 _START_SECONDS = 600
 """vLLM compiles its model when it starts."""
 _POLL_SECONDS = 0.1
-_DTYPES = {"bf16": "bfloat16", "f32": "float32", "int8": "bfloat16"}
+_DTYPES = {"bf16": "auto", "f32": "float32", "int8": "auto"}
 _STREAMS = 32
 _VLLM_DTYPES = {"bf16": "bfloat16", "f32": "float32"}
 _VLLM_KV_CACHE = 2 << 30

@@ -12,7 +12,7 @@ from benchmarks.peers.adapters.protocol import AdapterOptions, SteppedAdapter, U
 from model.checkpoint.config_file import load_config
 from model.tokenizer.tokenizer import Tokenizer
 
-_DTYPES = {"bf16": "bfloat16", "f32": "float32", "int8": "bfloat16"}
+_DTYPES = {"bf16": "auto", "f32": "float32", "int8": "auto"}
 _BLOCK = 16
 
 
