@@ -41,7 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--seconds", type=float, default=3.0, help="seconds per measurement (%(default)s)")
     flags = parser.parse_args(argv)
     costs = []
-    print("api       streams  tokens/s   alone  us/token: API  engine  load (control)  first p50 / p99 ms  gap p50 / p99 ms")
+    print(
+        "api       streams  tokens/s   alone  us/token: API  engine  load (control)"
+        "  first p50 / p99 ms  gap p50 / p99 ms"
+    )
     try:
         with running(serve_command("--weights", Path(flags.weights).resolve())) as service:
             service.wait_for_route("/health/ready")
