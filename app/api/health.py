@@ -35,7 +35,7 @@ class Model(ResponseModel):
     n_vocab: VocabularySize
     has_encoder: Annotated[bool, "Whether the model has an encoder, which reads `source`."]
     has_infill: Annotated[bool, "Whether the vocabulary has fill-in-the-middle tokens, which `suffix` needs."]
-    dtype: Annotated[str, "Number format of weights and cache."]
+    dtype: Annotated[str, "Number format of steps and cache; `numerics` has that of weights, too."]
     device: Annotated[str, "Device that the model runs on."]
     numerics: Annotated[str, "Backend (torch or native kernels) and number format."]
     weights_version: WeightsVersion
