@@ -20,6 +20,7 @@ from typing import Literal
 
 from benchmarks.common import Percentiles, in_turn, percentiles_ms, range_of
 from benchmarks.load import LevelProgress, LoadPlan, run_level
+from benchmarks.peers.adapters.inkstream import dtype_for
 from benchmarks.peers.peer_pool import AdapterProcess, Workspace, plain_environment
 from benchmarks.peers.provision import OURS, PeerError, llama_library, llama_variables, program_of
 from benchmarks.service_process import ServiceStartError, running, serve_command
@@ -31,7 +32,6 @@ _PREFILLS = 3
 _START_SECONDS = 600
 """vLLM compiles its model when it starts."""
 _POLL_SECONDS = 0.1
-_DTYPES = {"bf16": "auto", "f32": "float32", "int8": "auto"}
 _STREAMS = 32
 _VLLM_DTYPES = {"bf16": "bfloat16", "f32": "float32"}
 _VLLM_KV_CACHE = 2 << 30
@@ -240,7 +240,8 @@ def _load_in_process(process: AdapterProcess, figure: Figure, number: int) -> Sa
 @contextmanager
 def _our_service(workspace: Workspace, model: Model, precision: str) -> Iterator[tuple[dict[str, str], Target]]:
     """The whole service with its own defaults."""
-    flags: list[str | Path] = ["--weights", model.directory, "--device", "cpu", "--dtype", _DTYPES[precision]]
+    flags: list[str | Path] = ["--weights", model.directory, "--device", "cpu"]
+    flags += ["--dtype", dtype_for(precision, model.directory)]
     flags += ["--threads", str(workspace.threads), *(["--quantize", "int8"] if precision == "int8" else [])]
     with _serving(workspace, serve_command(*flags), "our-service", "/health/ready") as target:
         yield {}, target

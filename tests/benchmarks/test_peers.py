@@ -15,6 +15,7 @@ import torch
 
 from benchmarks.common import Percentiles
 from benchmarks.peers.__main__ import main
+from benchmarks.peers.adapters.inkstream import dtype_for
 from benchmarks.peers.adapters.protocol import prompts_of
 from benchmarks.peers.comparison import (
     Comparison,
@@ -383,3 +384,17 @@ def test_invalid_flag_value_exits_with_2(flags: list[str], capsys: pytest.Captur
     with pytest.raises(SystemExit, match="2"):
         main(flags)
     assert flags[1].rpartition(",")[2] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["torch_dtype", "dtype"])
+@pytest.mark.parametrize(
+    ("stored", "precision", "dtype"),
+    [("bfloat16", "bf16", "auto"), ("float32", "bf16", "bfloat16"), ("float32", "int8", "bfloat16"),
+     ("bfloat16", "int8", "auto"), ("bfloat16", "f32", "float32")],
+)  # fmt: skip
+def test_only_files_in_bfloat16_leave_the_number_format_to_the_service(
+    tmp_path: Path, key: str, stored: str, precision: str, dtype: str
+) -> None:
+    """With auto, a CPU that does not multiply bfloat16 reads a float32 file without rounding, and twice the bytes."""
+    (tmp_path / "config.json").write_text(json.dumps({key: stored}))
+    assert dtype_for(precision, tmp_path) == dtype

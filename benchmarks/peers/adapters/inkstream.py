@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from importlib.metadata import version
+from pathlib import Path
 
 from app.common.ipc import WorkerConfig
 from app.common.types import Request, SamplingParams
@@ -12,8 +14,15 @@ from benchmarks.peers.adapters.protocol import AdapterOptions, SteppedAdapter, U
 from model.checkpoint.config_file import load_config
 from model.tokenizer.tokenizer import Tokenizer
 
-_DTYPES = {"bf16": "auto", "f32": "float32", "int8": "auto"}
 _BLOCK = 16
+
+
+def dtype_for(precision: str, directory: Path) -> str:
+    """The value of --dtype: auto, which rounds no bfloat16 file, or what rounds others as the peers do."""
+    if precision == "f32":
+        return "float32"
+    config = json.loads((directory / "config.json").read_text())
+    return "auto" if "bfloat16" in (config.get("torch_dtype"), config.get("dtype")) else "bfloat16"
 
 
 class InkstreamAdapter(SteppedAdapter):
@@ -24,7 +33,7 @@ class InkstreamAdapter(SteppedAdapter):
             weights=str(options.model),
             device="cpu",
             kernels="native",
-            dtype=_DTYPES[options.precision],
+            dtype=dtype_for(options.precision, Path(options.model)),
             quantize="int8" if options.precision == "int8" else "none",
             threads=options.threads,
             max_running=options.batch,
