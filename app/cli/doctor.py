@@ -108,6 +108,8 @@ def _machine(_: Given) -> Iterator[Finding]:
     yield Finding("system", f"{text} ({sys.executable})")
     topology = read_topology()
     yield Finding("cpu", f"{describe_cpu(topology.compute_threads)} of {topology}")
+    chosen = "bfloat16" if has_native_bfloat16() else "float32, because it multiplies no bfloat16"
+    yield Finding("dtype", f"--dtype auto computes on this CPU in {chosen}")
     limits = "".join(f", {limit.name} may use {_size(limit.limit)}" for limit in memory_limits())
     yield Finding("memory", f"{_size(free_memory())} free{limits}")
 
@@ -131,10 +133,6 @@ def _kernels(_: Given) -> Iterator[Finding]:
         else:
             compiler = find_compiler().version
             yield Finding("kernels", f"not built; {compiler}", "slow", "inkstream compile (a minute or so)")
-        native = has_native_bfloat16()
-        text = "bfloat16, which this CPU multiplies" if native else "float32: this CPU does not multiply bfloat16"
-        stays = "" if native else "; weights of 16 bits stay as the files have them"
-        yield Finding("numbers", f"--dtype auto computes in {text}{stays}")
     except UnsupportedCpu as error:
         yield Finding("kernels", f"{error}, so {instead}", level, "" if has_torch else INSTALL_TORCH)
     except BuildError as error:

@@ -46,6 +46,8 @@ class Backend(Protocol):
     """Everything that affects bits, for receipts."""
     reason: str
     """Why it was chosen, for the log."""
+    weight_kinds: list[str]
+    """Kinds of format in which the matrices are stored."""
 
     def plan_memory(self, config: WorkerConfig, announce: Announce) -> BlockBudget:
         """Sizes the cache. Raises ValueError."""
@@ -90,8 +92,8 @@ class CppBackend:
     ) -> None:
         """selected: has a library. hashes: of the files of `weights`. store: keeps packed weights."""
         assert selected.library
-        kinds = matrix_kinds(weights, cache_shape.dtype, config)
-        self.numerics = full_numerics(selected.numerics, cache_shape, config, kinds=kinds)
+        self.weight_kinds = _matrix_kinds(weights, cache_shape.dtype, config)
+        self.numerics = full_numerics(selected.numerics, cache_shape, config, kinds=self.weight_kinds)
         self.reason = selected.reason
         self._library, self._weights, self._cache_shape = load_library(selected.library), weights, cache_shape
         self._config = config
@@ -154,7 +156,7 @@ def packed_bytes(weights: StoredWeights, dtype: str, config: WorkerConfig) -> in
     return weight_format(dtype, config.quantize).n_bytes(weights.n_params)
 
 
-def matrix_kinds(weights: StoredWeights, dtype: str, config: WorkerConfig) -> list[str]:
+def _matrix_kinds(weights: StoredWeights, dtype: str, config: WorkerConfig) -> list[str]:
     """Kinds of format that matrices have in the C++ kernels."""
     if config.quantize != "none":
         return [config.quantize]

@@ -24,7 +24,6 @@ from app.engine.backends import (
     Backend,
     CppBackend,
     Placement,
-    matrix_kinds,
     packed_bytes,
     place_without_torch,
 )
@@ -119,10 +118,7 @@ def build_engine(
             announce(check_batch_invariance(make_engine, limits, weights.config, context=cache_shape.context))
         announce(_check_weights(engine, config, directory, weights, model, cache_shape))
     facts = (cache_shape, placement, engine.scheduler.pools, backend)
-    kinds = [weight_format(placement.dtype, config.quantize).kind]
-    if selected.library:
-        kinds = matrix_kinds(weights, placement.dtype, config)
-    ready = _ready(weights, model, *facts, defaults=defaults, waits=selected.waits_for_build, kinds=kinds)
+    ready = _ready(weights, model, *facts, defaults=defaults, waits=selected.waits_for_build)
     return BuiltEngine(engine, grammars, ready)
 
 
@@ -268,7 +264,6 @@ def _ready(
     *,
     defaults: dict[str, float],
     waits: bool,
-    kinds: Items[str],
 ) -> Ready:
     counts = [pool.total for pool in pools]
     return Ready(
@@ -277,7 +272,7 @@ def _ready(
         vocab_size=weights.config.vocab_size,
         n_params=weights.n_params,
         dtype=placement.dtype,
-        weights=", ".join(kinds),
+        weights=", ".join(backend.weight_kinds),
         device=placement.description,
         model_version=Version(weights.version),
         eos_ids=weights.eos_ids,

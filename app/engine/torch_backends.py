@@ -122,6 +122,7 @@ class _LoadedBackend:
     backend: TorchBackend | TritonBackend
     numerics: str
     reason: str
+    weight_kinds: list[str]
     decoder: Decoder
     cache_shape: CacheShape
 
@@ -190,7 +191,7 @@ def choose_backend(
         quantize_decoder(decoder, stored, quantized_kernels(device, dtype), integer_experts=has_kernels)
     else:
         round_weights(decoder, stored)
-    loaded_backend = partial(_LoadedBackend, decoder=decoder, cache_shape=cache_shape)
+    loaded_backend = partial(_LoadedBackend, weight_kinds=[stored.kind], decoder=decoder, cache_shape=cache_shape)
     numerics, reason = full_numerics(choice.numerics, cache_shape, config), choice.reason
     if isinstance(loaded, LoadedKernels):
         triton = TritonBackend(decoder, loaded.kernels, cache_shape, limits, deterministic=config.deterministic)

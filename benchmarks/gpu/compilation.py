@@ -373,13 +373,22 @@ def _facts(kernel: Any) -> dict[str, Any]:
         "registers": registers,
         "stack": stack + local,
         "stack_in_loops": stack_accesses_in_loops(machine_code),
-        "fused": len(re.findall(r"\bfma\.\S*f32", code)),  # a bfloat16 product is one on GPUs without another
+        "fused": fused_products(code),
         "units": sorted(set(re.findall(r"(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)\S+", code))),
         "layouts": sorted(set(re.findall(r"#ttg\.nvidia_mma<\{[^}]*\}>", kernel.asm["ttgir"]))),
         "copies": code.count("cp.async.c"),
         "waits": [int(most) for most in re.findall(r"async_wait.*?num = (\d+)", kernel.asm["ttgir"])],
         "rounding": sorted(set(re.findall(r"cvt\.\S*e4m3\S*|div\.\S+f32", code))),
     }
+
+
+def fused_products(code: str) -> int:
+    """How many multiplications of PTX are fused with an addition.
+
+    One whose addend is -0 is a product alone: bfloat16 has no other instruction for it.
+    """
+    minus_zeros = {*re.findall(r"\bmov\.b\d+\s+(%\w+), 0x8000(?:8000)?;", code)}
+    return sum(addend not in minus_zeros for addend in re.findall(r"\bfma\.[^;]*,\s*([^,;]+);", code))
 
 
 def stack_accesses_in_loops(machine_code: str) -> list[int]:

@@ -41,6 +41,16 @@ def _program(folder: Path, name: str, body: str) -> None:
     (folder / name).chmod(0o755)
 
 
+@pytest.mark.parametrize(
+    ("is_native", "words"), [(True, "in bfloat16"), (False, "in float32, because it multiplies no bfloat16")]
+)
+def test_dtype_that_auto_chooses_is_named_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, is_native: bool, words: str
+) -> None:
+    monkeypatch.setattr(doctor, "has_native_bfloat16", lambda: is_native)
+    assert _found("dtype") == [Finding("dtype", f"--dtype auto computes on this CPU {words}")]
+
+
 def test_gpu_is_listed_and_a_torch_without_cuda_is_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert _found("gpu") == [Finding("gpu", "none (no NVIDIA driver)")]
     _program(tmp_path, "nvidia-smi", "echo 'NVIDIA H100, 81559 MiB, 4 MiB, 570.1'")

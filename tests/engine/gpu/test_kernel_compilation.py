@@ -170,6 +170,14 @@ def test_int8_uses_one_kind_of_matrix_unit(compiled: dict[int, dict[str, Facts]]
         assert facts["shared"] <= SHARED_BYTES[90] // 2, "two programs must fit on a multiprocessor"
 
 
+def test_product_is_fused_unless_its_addend_is_minus_zero() -> None:
+    fused_products = pytest.importorskip("benchmarks.gpu.compilation").fused_products
+    code = "mov.b16 \t%rs33, 0x8000;\nmov.b16 %rs34, 0x0000;\nfma.rn.bf16 \t%rs1, %rs2, %rs3, "
+    addends = {"%rs33": 0, "%rs34": 1, "%rs4": 1}
+    assert {addend: fused_products(f"{code}{addend};") for addend in addends} == addends
+    assert fused_products("fma.rn.f32 %r1, %r2, %r3, 0f3F800000;\nmul.rn.f32 %r1, %r2, %r3;") == 1
+
+
 def test_few_and_many_tokens_of_an_expert_use_one_kind_of_matrix_unit(compiled: dict[int, dict[str, Facts]]) -> None:
     """64 rows of the matrix, 16 or 64 tokens: the order of sums is the same, and no product is fused with a sum."""
     seen = set()

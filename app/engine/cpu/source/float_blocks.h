@@ -16,7 +16,7 @@ namespace ink {
 constexpr int kMostProductRows = 192;  // of a product at once
 constexpr int kRowsOfTile = 6;
 constexpr int kTilesThatConvert = 2;  // the same weights, each for itself: faster than writing them once
-constexpr int kBlockNumbers = 128;  // of each output: 16 KB of a panel in float32
+constexpr int kBlockNumbers = 128;   // of each output: 16 KB of a panel in float32
 
 // Weights of format W that are converted: a step has the same numbers, one vector of 16 outputs after the other.
 template <class W>
@@ -87,11 +87,13 @@ INK_INLINE void add_block(const float* x, long stride, const char* packed, int s
 template <class W>
 void add_tile(int rows, const float* x, long stride, const char* packed, int steps, Ahead ahead, Floats (*sums)[2]) {
     with_constant<kRowsOfTile>(rows, [&](auto r) {
-        if constexpr (r <= kRowsOfPanel<W>)
-            return add_block<W, r, 2>(x, stride, packed, steps, ahead, sums);
-        for (int v = 0; v < 2; v++)
-            add_block<W, r, 1>(x, stride, packed + v * W::kBytes, steps, ahead.part(v, 2),
-                               reinterpret_cast<Floats(*)[2]>(&sums[0][v]));
+        if constexpr (r <= kRowsOfPanel<W>) {
+            add_block<W, r, 2>(x, stride, packed, steps, ahead, sums);
+        } else {
+            for (int v = 0; v < 2; v++)
+                add_block<W, r, 1>(x, stride, packed + v * W::kBytes, steps, ahead.part(v, 2),
+                                   reinterpret_cast<Floats(*)[2]>(&sums[0][v]));
+        }
     });
 }
 
