@@ -8,7 +8,7 @@ sampling: the cost of a step with greedy sampling, with temperature 0.8, with ev
 bias and log-probabilities, and with temperature 0.8 under a JSON schema, without its compilation. One engine for each
 mode; they take turns, in rotating order.
 operations: a decode step by operation; native kernels, random weights, 200 tokens of context per row, summed over
-layers.
+layers. --dtype is the arithmetic of products, --stored how their weights lie in memory.
 levels: the same steps, and a prompt of 512 tokens, in the kernels of each instruction-set level that this CPU runs. The
 least time, as other work on the cores only adds to it.
 
@@ -58,11 +58,14 @@ from model.checkpoint.config_file import load_config
 from model.config import ModelConfig
 from model.files import one_line
 from model.nn.transformer import Decoder
+from model.number_formats import ITEM_BYTES
 from model.presets import preset
-from model.weight_formats import weight_format
+from model.weight_formats import WeightFormat
 
 T = TypeVar("T")
 KERNELS = ("native", "torch")
+STORED = ("float32", "bfloat16", "int8")
+"""Weights of `operations` and `levels`."""
 CONTEXT_TOKENS = 200
 LEVEL_STEPS = ("1 rows", "8 rows", "32 rows", "prompt")
 _FILTERS: dict[str, Any] = {"temperature": 0.8, "top_k": 50, "typical_p": 0.95, "top_p": 0.95, "min_p": 0.02}
@@ -109,9 +112,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         one = what.add_parser(verb)
         one.set_defaults(measure=measure)
         one.add_argument(
-            "--shape", choices=("default", *SHAPES), default="default", help="decoder's shape (%(default)s)"
+            "--shape", choices=("weights", *SHAPES), default="weights", help="decoder's shape: --weights', or another"
         )
-        one.add_argument("--int8", action="store_true", help="use int8 weights")
+        one.add_argument("--dtype", choices=ITEM_BYTES, default="bfloat16", help="arithmetic (%(default)s)")
+        one.add_argument("--stored", choices=STORED, default="bfloat16", help="weights (%(default)s)")
         default = 100 if times == "steps" else 5
         one.add_argument(f"--{times}", type=int, default=default, help="how many are measured (%(default)s)")
     one.add_argument("--cache-dir", type=Path, metavar="DIR", help="directory of the libraries; missing ones are built")
@@ -271,9 +275,9 @@ class Profile:
     operations_us: dict[str, float]
 
 
-def _operations(weights: Path, kernels: str, shape: str, int8: bool, steps: int) -> dict[str, Any]:
-    del weights, kernels
-    profiles = profile(preset("small") if shape == "default" else SHAPES[shape], steps=steps, int8=int8)
+def _operations(weights: Path, kernels: str, shape: str, dtype: str, stored: str, steps: int) -> dict[str, Any]:
+    del kernels
+    profiles = profile(_config(weights, shape), steps=steps, dtype=dtype, stored=stored)
     print(f"{'us a step':16}" + "".join(f"{f'{each.rows} rows':>12}" for each in profiles))
     for name in profiles[0].operations_us:
         print(f"{name:16}" + "".join(f"{each.operations_us[name]:12.1f}" for each in profiles))
@@ -283,16 +287,34 @@ def _operations(weights: Path, kernels: str, shape: str, int8: bool, steps: int)
 
 
 class DecodeSteps:
-    """Steps of a decoder with random weights in bfloat16, in the kernels of one library on some threads."""
+    """Steps of a decoder with random weights of bfloat16, in the kernels of one library on some threads."""
 
-    def __init__(self, config: ModelConfig, library: Path, *, threads: int, int8: bool = False, rows: int = 32) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        library: Path,
+        *,
+        threads: int,
+        dtype: str = "bfloat16",
+        stored: str = "bfloat16",
+        rows: int = 32,
+    ) -> None:
+        """dtype: in which products compute. stored: one of STORED. Raises ValueError if no product has both."""
+        if (dtype, stored) == ("bfloat16", "float32"):
+            raise ValueError("weights in float32 are computed in float32: give --dtype float32")
         decoder = Decoder(config).initialize(0).to(torch.bfloat16).requires_grad_(False)
         loaded, self._length = load_library(library), min(CONTEXT_TOKENS, config.context - 1)
         blocks, read = max(rows * (self._length // BLOCK + 1), -(-config.context // BLOCK)), parameter_reader(decoder)
         pool = ThreadPool(loaded, threads)
-        stored = weight_format("bfloat16", "int8" if int8 else "none")
         self._executor = NativeExecutor(
-            loaded, config, read, pool, dtype="bfloat16", blocks=blocks, weight_format=stored
+            loaded,
+            config,
+            read,
+            pool,
+            dtype=dtype,
+            blocks=blocks,
+            weight_format=WeightFormat(kind="int8") if stored == "int8" else None,
+            stored_format=lambda _name, computed: computed if stored == "int8" else stored,
         )
         self._config, self.names = config, self._executor.decoder.names
 
@@ -322,10 +344,17 @@ class DecodeSteps:
         return done - began, done - ran, seconds
 
 
-def profile(config: ModelConfig, *, steps: int, int8: bool = False, rows: Sequence[int] = (1, 8, 32)) -> list[Profile]:
-    """Measures in bfloat16."""
-    threads = torch.get_num_threads()
-    decode, profiles = DecodeSteps(config, find_or_build(), threads=threads, int8=int8, rows=max(rows)), []
+def profile(
+    config: ModelConfig,
+    *,
+    steps: int,
+    dtype: str = "bfloat16",
+    stored: str = "bfloat16",
+    rows: Sequence[int] = (1, 8, 32),
+) -> list[Profile]:
+    """Measures each operation. dtype, stored: see DecodeSteps."""
+    how: dict[str, Any] = {"threads": torch.get_num_threads(), "dtype": dtype, "stored": stored}
+    decode, profiles = DecodeSteps(config, find_or_build(), rows=max(rows), **how), []
     for n_rows in rows:
         step, head, operations = zip(*[decode.step(n_rows) for _ in range(steps)], strict=True)
         by_name = dict.fromkeys(decode.names, 0.0)
@@ -336,15 +365,22 @@ def profile(config: ModelConfig, *, steps: int, int8: bool = False, rows: Sequen
     return profiles
 
 
-def _levels(weights: Path, kernels: str, shape: str, int8: bool, rounds: int, cache_dir: Path | None) -> dict[str, Any]:
+def _config(weights: Path, shape: str) -> ModelConfig:
+    return load_config(weights) if shape == "weights" else SHAPES[shape]
+
+
+def _levels(
+    weights: Path, kernels: str, shape: str, dtype: str, stored: str, rounds: int, cache_dir: Path | None
+) -> dict[str, Any]:
     """Least milliseconds of steps by level; the levels take turns."""
-    del weights, kernels
-    config, threads = preset("small") if shape == "default" else SHAPES[shape], torch.get_num_threads()
+    del kernels
+    config = _config(weights, shape)
+    how: dict[str, Any] = {"threads": torch.get_num_threads(), "dtype": dtype, "stored": stored}
     prompt, levels = min(512, config.context), [level for level in LEVELS if runs_here(level)]
     folder = cache_directory(cache_dir)
     assert folder, "no home directory: give --cache-dir"
     libraries = {level.name: build(BuildRecipe(level=level), folder) for level in levels}
-    by_level = {name: DecodeSteps(config, file, threads=threads, int8=int8) for name, file in libraries.items()}
+    by_level = {name: DecodeSteps(config, file, **how) for name, file in libraries.items()}
     ways = {
         f"{what} {name}": partial(_least, take, times)
         for name, steps in by_level.items()

@@ -38,8 +38,8 @@ def weights(tmp_path: Path) -> str:
 
 @pytest.mark.usefixtures("native_library")
 def test_engine_operations_report_every_kind_of_operation(run: Run) -> None:
-    lines, result = run(engine.main, "operations", "--steps", "2", "--int8")
-    assert (result["benchmark"], result["shape"], result["int8"]) == ("operations", "default", True)
+    lines, result = run(engine.main, "operations", "--steps", "2", "--stored", "int8")
+    assert (result["benchmark"], result["shape"], result["stored"]) == ("operations", "weights", "int8")
     names = {"norm", "q, k, v", "rotate, cache", "attention", "out", "gate, up", "down"}
     for each in result["profiles"]:
         assert set(each["operations_us"]) == names and min(each["operations_us"].values()) > 0
@@ -52,7 +52,7 @@ def test_engine_operations_report_every_kind_of_operation(run: Run) -> None:
 @pytest.mark.usefixtures("native_library")
 def test_engine_levels_time_each_level(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "LEVELS", (this_level(), NEON))
-    lines, result = run(engine.main, "levels", "--rounds", "1")
+    lines, result = run(engine.main, "levels", "--rounds", "1", "--dtype", "float32")
     assert result["least_ms"].keys() == {f"{what} {this_level().name}" for what in engine.LEVEL_STEPS}
     assert min(result["least_ms"].values()) > 0 and len(lines) == 1 + len(engine.LEVEL_STEPS)
 
