@@ -56,6 +56,10 @@ class PackedFormat:
         if self.scales != "multiples" and self.has_offsets != (self.scales == "float32"):
             raise ValueError(f"{self.scales} scales with offsets {self.has_offsets} are no format")
 
+    def describe(self) -> str:
+        """Bits of a code, and how many of them share a scale."""
+        return f"{self.bits} bits in groups of {self.group}"
+
     def n_bytes(self, rows: int, columns: int) -> int:
         """Bytes of a matrix: codes, scales and offsets."""
         groups, numbers = columns // self.group, 1 + self.has_offsets

@@ -116,6 +116,9 @@ def _file_lines(weights: StoredWeights) -> list[Line]:
         lines.append(("text of", f"{wrapper.name}; left out: {parts}"))
     if weights.scales:
         lines.append(("fp8", f"{len(weights.scales):,} matrices, times their scales, rounded to bfloat16"))
+    if weights.packed:
+        kinds = Counter(packed.format.describe() for packed in weights.packed.values())
+        lines.append(("packed", ", ".join(f"{count:,} matrices of {kind}" for kind, count in kinds.items())))
     return lines
 
 

@@ -19,7 +19,13 @@ NUMBER_FORMATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Names of their numbers."""
 _FP8 = "F8_E4M3"
 ALLOWED_TYPES = f"{', '.join(STORED_TYPES)}, and {_FP8} with scales"
-_READ = STORED_TYPES | {_FP8: np.dtype(np.uint8)}
+_READ = STORED_TYPES | {
+    _FP8: np.dtype(np.uint8),
+    "U8": np.dtype(np.uint8),
+    "I8": np.dtype(np.int8),
+    "I32": np.dtype("<i4"),
+    "I64": np.dtype("<i8"),
+}
 _SCALE_NAMES = ("weight_scale_inv", "weight_scale")
 """Of transformers and vLLM's compressed-tensors, next to `weight`. Both multiply."""
 _OF_ACTIVATIONS = tuple(f"{each}_scale" for each in ("activation", "input", "output", "k", "v"))

@@ -11,11 +11,12 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from model.checkpoint.config_file import read_config_file
+from model.checkpoint.packed_sources import match_packed
 from model.checkpoint.stored_numbers import (
     ALLOWED_TYPES,
     NUMBER_FORMATS,
@@ -24,11 +25,13 @@ from model.checkpoint.stored_numbers import (
     mapped,
     match_scales,
 )
-from model.checkpoint.tensor_index import StoredTensor, TensorIndex, find_tensors, version_of
+from model.checkpoint.tensor_index import PackedSource, StoredTensor, TensorIndex, find_tensors, version_of
 from model.config import ConfigError, ModelConfig
+from model.families.quantization import Quantization, read_quantization
 from model.families.spec import FamilySpec, Tensor, TensorMapping
 from model.files import CheckpointError, read_json, sha256
 from model.number_formats import Array, all_finite, as_float32, rounded_to_bfloat16
+from model.packed_matrix import PackedFormat, PackedMatrix
 from model.parameter_shapes import count_parameters
 from model.weight_formats import WeightFormat
 from model.weights_version import Directory, File
@@ -41,6 +44,8 @@ _MAX_POSITION_ELEMENTS = 2**27
 _SMALL_POSITION_ELEMENTS = 2**23
 """131,072 positions of a head of size 64. A position table larger than this must not exceed the model's tensors."""
 _MAX_SIZE_RATIO = 16
+_CODES_OF = {"I32": 8, "U8": 2}
+"""Numbers of 4 bits in an element of a packed matrix."""
 _NOTHING = re.compile(r"(?!)")
 _MAX_EOS_IDS = 64
 """Every request carries them to the engine."""
@@ -48,10 +53,11 @@ _MAX_EOS_IDS = 64
 
 def check_sizes(path: File, config: ModelConfig, index: TensorIndex) -> None:
     """Rejects configs far larger than the files; _match() checks each tensor. Raises CheckpointError."""
-    layers, n_tensors = config.n_layers + config.n_encoder_layers, len(index.tensors)
+    layers, n_tensors = config.n_layers + config.n_encoder_layers, len(index.tensors) + len(index.packed)
     if layers > n_tensors:
         raise CheckpointError(f"{path}: asks for {layers} layers, {index.source.name} has only {n_tensors} tensors")
-    stored = sum(math.prod(tensor.shape) for tensor in index.tensors.values())
+    sizes = [math.prod(tensor.shape) * _CODES_OF.get(tensor.dtype, 1) for tensor in index.tensors.values()]
+    stored = sum(sizes) + sum(math.prod(packed.shape) for packed in index.packed.values())
     rows = layers * (config.n_heads + 2 * config.n_kv_heads) * config.head_dim
     rows += sum(_feed_forward_rows(config, kind.mlp) for kind in config.layers)
     requested = config.width * (config.vocab_size + rows)
@@ -110,6 +116,8 @@ class StoredWeights:
     """The tensors of the files."""
     scales: Mapping[str, StoredTensor] = field(default_factory=dict)
     """Name of a tensor in fp8 -> its scales."""
+    packed: Mapping[str, PackedSource] = field(default_factory=dict)
+    """The packed matrices of the files, which are not among `tensors`."""
     left_out: tuple[str, ...] = ()
     """Names of tensors that no text needs, such as a vision tower's."""
     hashes: Mapping[File, str]
@@ -136,12 +144,12 @@ class StoredWeights:
         Asks whether numbers are finite after all tensors are on their way, since the answer waits for the device.
         """
         state: dict[str, Tensor] = {}
-        checked: list[tuple[StoredTensor, Any]] = []
+        checked: list[tuple[StoredTensor | PackedSource, Any]] = []
         for name in self.mappings if names is None else names:
             mapping, parts = self.mappings[name], []
             for index, (source, _) in enumerate(mapping.source):
-                stored, scale = self.tensors[source], self.scales.get(source)
-                part, is_finite = target.convert(dequantized(stored, scale) if scale else mapped(stored))
+                stored = self.packed.get(source) or self.tensors[source]
+                part, is_finite = target.convert(self._numbers(stored, str(target.dtype)))
                 checked.append((stored, is_finite))
                 parts.append(mapping.load(index, part))
             whole = target.join(parts)
@@ -152,17 +160,59 @@ class StoredWeights:
                 raise CheckpointError(f"{stored.path}: {stored.name} holds numbers that are not finite{hint}")
         return state
 
+    def _numbers(self, stored: StoredTensor | PackedSource, dtype: str) -> Array:
+        """As the file has them; packed ones in float32, or in bfloat16 if that is `dtype`."""
+        if isinstance(stored, PackedSource):
+            return stored.read().dequantized(dtype.rpartition(".")[2]).reshape(stored.shape)
+        scale = self.scales.get(stored.name)
+        return dequantized(stored, scale) if scale else mapped(stored)
+
+    def packed_formats(self, name: str) -> tuple[tuple[PackedFormat, int], ...]:
+        """Format and rows of each packed matrix that one tensor of the Decoder concatenates; empty if it is not packed.
+
+        A tensor whose files have it in other columns, or only partly packed, is not.
+        """
+        mapping, formats = self.mappings[name], []
+        for index, (source, _) in enumerate(mapping.source):
+            packed = self.packed.get(source)
+            order = None if packed is None else _row_order(mapping, index, packed.shape)
+            if packed is None or order is None:
+                return ()
+            formats.append((packed.format, len(order)))
+        return tuple(formats)
+
+    def read_packed(self, name: str) -> tuple[PackedMatrix, ...]:
+        """The matrices of packed_formats(). Raises CheckpointError."""
+        mapping, matrices = self.mappings[name], []
+        for index, (source, _) in enumerate(mapping.source):
+            packed = self.packed[source]
+            order, matrix = _row_order(mapping, index, packed.shape), packed.read()
+            assert order is not None
+            is_same = len(order) == matrix.shape[0] and np.array_equal(order, np.arange(len(order)))
+            matrices.append(matrix if is_same else matrix.take(order))
+        return tuple(matrices)
+
     def stored_format(self, name: str, dtype: str) -> str:
-        """The smallest number format that holds one tensor of the Decoder as `dtype` holds it: its own, or `dtype`."""
-        formats = {self._number_format(source) for source, _ in self.mappings[name].source}
+        """The smallest number format that holds one tensor of the Decoder as `dtype` holds it: its own, or `dtype`.
+
+        Packed matrices have none: they are numbers of `dtype`.
+        """
+        formats = {self._number_format(source, dtype) for source, _ in self.mappings[name].source}
         return formats.pop() if dtype == "float32" and len(formats) == 1 else dtype
 
     def stored_bytes(self, dtype: str) -> int:
-        """Bytes of the parameters in their stored_format()."""
-        formats = ((WeightFormat(kind=self.stored_format(name, dtype)), each) for name, each in self.mappings.items())
-        return sum(kind.n_bytes(sum(math.prod(shape) for _, shape in each.source)) for kind, each in formats)
+        """Bytes of the parameters, packed or in their stored_format()."""
+        return sum(self._tensor_bytes(name, dtype) for name in self.mappings)
 
-    def _number_format(self, source: str) -> str:
+    def _tensor_bytes(self, name: str, dtype: str) -> int:
+        source = self.mappings[name].source
+        if formats := self.packed_formats(name):
+            return sum(packed.n_bytes(rows, source[0][1][-1]) for packed, rows in formats)
+        return WeightFormat(kind=self.stored_format(name, dtype)).n_bytes(sum(math.prod(shape) for _, shape in source))
+
+    def _number_format(self, source: str, dtype: str) -> str:
+        if source in self.packed:
+            return dtype
         return "bfloat16" if source in self.scales else NUMBER_FORMATS[self.tensors[source].dtype]
 
     def read(self, name: str, dtype: str) -> Array:
@@ -192,7 +242,8 @@ def find_weights(
     generation = read_json(directory / "generation_config.json", optional=True)
     bos = generation.get("bos_token_id", config_json.get("bos_token_id"))
     try:
-        mappings, scales, left_out = _match(family, config, index)
+        quantization = read_quantization(config_json.get("quantization_config"))
+        matched = _match(family, config, index, quantization)
     except ConfigError as error:
         raise CheckpointError(f"{directory / 'config.json'}: {error}") from None
     path = directory / ("generation_config.json" if "eos_token_id" in generation else "config.json")
@@ -204,10 +255,11 @@ def find_weights(
         eos_ids=eos_ids,
         named_eos_ids=(*eos_ids, *_other_eos_ids(config_json.get("eos_token_id"), eos_ids, config.vocab_size)),
         bos_id=bos if isinstance(bos, int) and 0 <= bos < config.vocab_size else None,
-        mappings=mappings,
+        mappings=matched.mappings,
         tensors=index.tensors,
-        scales=scales,
-        left_out=left_out,
+        scales=matched.scales,
+        packed=matched.packed,
+        left_out=matched.left_out,
         hashes={},
     )
     check(weights)
@@ -238,17 +290,41 @@ class _ArrayFormat:
         return np.ascontiguousarray(parts[0]) if len(parts) == 1 else np.concatenate(parts)
 
 
-def _match(
-    family: FamilySpec, config: ModelConfig, index: TensorIndex
-) -> tuple[dict[str, TensorMapping], dict[str, StoredTensor], tuple[str, ...]]:
-    """The Decoder's tensors with their names in the files, the scales of tensors in fp8, and the names left out.
+def _row_order(mapping: TensorMapping, index: int, shape: tuple[int, ...]) -> Array | None:
+    """The rows of source `index` of this shape in the Decoder's order; None if its conversion changes columns, too."""
+    rows = math.prod(shape[:-1])
+    numbered = np.broadcast_to(np.arange(rows).reshape(*shape[:-1], 1), (*shape[:-1], 2))
+    try:
+        moved = mapping.load(index, numbered)
+    except ValueError:  # it asks for all columns
+        return None
+    moved = moved.reshape(-1, moved.shape[-1])
+    order: Array = moved[:, 0]
+    return order if moved.shape[1] == 2 and np.array_equal(order, moved[:, 1]) else None
+
+
+class _Matched(NamedTuple):
+    """Fields of StoredWeights."""
+
+    mappings: dict[str, TensorMapping]
+    scales: dict[str, StoredTensor]
+    packed: Mapping[str, PackedSource]
+    left_out: tuple[str, ...]
+
+
+def _match(family: FamilySpec, config: ModelConfig, index: TensorIndex, quantization: Quantization) -> _Matched:
+    """Matches the Decoder's tensors with the tensors of the files.
 
     Raises CheckpointError for wrong names, shapes or dtypes.
     """
     skipped = family.wrapper.skipped if family.wrapper else _NOTHING
     left_out = tuple(sorted(name for name in index.tensors if skipped.fullmatch(name)))
     kept = {name: stored for name, stored in index.tensors.items() if not skipped.fullmatch(name)}
-    found, scales = match_scales({name: stored for name, stored in kept.items() if not family.ignored.fullmatch(name)})
+    dense, packed = match_packed(
+        {name: stored for name, stored in kept.items() if not family.ignored.fullmatch(name)}, quantization
+    )
+    dense, scales = match_scales(dense)
+    found: dict[str, StoredTensor | PackedSource] = {**dense, **packed, **index.packed}
     # Some exporters also store a tied head.
     may_untie = not family.names or "untied_head" in family.names
     untied = dataclasses.replace(config, tied_head=False) if may_untie else config
@@ -263,7 +339,8 @@ def _match(
     head = mappings.pop("untied_head", None) if config.tied_head else None
     for name, number in (constant for mapping in mappings.values() for constant in mapping.constants):
         if name in found:
-            _check_constant(found.pop(name), number)
+            _check_constant(dense[name], number)
+            del found[name]
     shapes = {name: shape for mapping in mappings.values() for name, shape in mapping.source}
     if missing := sorted(shapes.keys() - found.keys()):
         raise CheckpointError(f"{index.source}: {len(missing)} tensors are missing, the first is {missing[0]}")
@@ -277,16 +354,22 @@ def _match(
             raise CheckpointError(
                 f"{stored.path}: {name} has shape {list(stored.shape)}, config.json asks for {list(shapes[name])}"
             )
-        if stored.dtype not in STORED_TYPES and name not in scales:
+        if isinstance(stored, StoredTensor) and stored.dtype not in STORED_TYPES and name not in scales:
             raise CheckpointError(f"{stored.path}: {name} has dtype {stored.dtype}; allowed are {ALLOWED_TYPES}")
     if head and (copy := found.get(head.source[0][0])):
         embedding = found[mappings["embedding"].source[0][0]]
-        if copy.dtype != embedding.dtype or not np.array_equal(mapped(copy), mapped(embedding)):
+        if not _are_equal(copy, embedding):
             raise CheckpointError(
                 f"{index.source}: {copy.name} is not the token embedding, to which config.json ties the head; "
                 "if it is the head, set tie_word_embeddings to false"
             )
-    return mappings, scales, left_out
+    return _Matched(mappings, scales, {**index.packed, **packed}, left_out)
+
+
+def _are_equal(one: StoredTensor | PackedSource, other: StoredTensor | PackedSource) -> bool:
+    if isinstance(one, PackedSource) or isinstance(other, PackedSource):
+        return False
+    return one.dtype == other.dtype and np.array_equal(mapped(one), mapped(other))
 
 
 def _check_constant(stored: StoredTensor, number: float) -> None:

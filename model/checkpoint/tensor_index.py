@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from msgspec import Meta, Struct
 from safetensors import SafetensorError, safe_open
@@ -27,6 +28,9 @@ from model.files import (
     unfinished_run,
 )
 from model.weights_version import Directory, File, WeightsVersion, path_of
+
+if TYPE_CHECKING:  # it needs numpy, which the API process does without
+    from model.packed_matrix import PackedFormat, PackedMatrix
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -123,6 +127,32 @@ class StoredTensor:
     """How the file begins, up to its first number: another file may lie there when the tensor is read."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedSource:
+    """A packed matrix of a weights directory, or those of several experts."""
+
+    name: str
+    path: File
+    """Of the file that holds its codes."""
+    format: PackedFormat
+    shape: tuple[int, ...]
+    """[R, C], or [experts, R, C], which are read as the rows of one matrix."""
+    load: Callable[[], PackedMatrix] = field(repr=False)
+
+    def read(self) -> PackedMatrix:
+        """Raises CheckpointError."""
+        try:
+            matrix = self.load()
+            matrix.check()
+        except ValueError as error:
+            raise CheckpointError(
+                str(error) if isinstance(error, CheckpointError) else f"{self.path}: {self.name} {error}"
+            ) from None
+        rows = math.prod(self.shape[:-1])
+        assert (matrix.format, matrix.shape) == (self.format, (rows, self.shape[-1]))
+        return matrix
+
+
 def read_header(path: File) -> dict[str, StoredTensor]:
     """Name -> tensor. Raises CheckpointError, also if the file is not as long as its header says.
 
@@ -175,11 +205,14 @@ class TensorIndex:
     source: File
     """The safetensors file, or the index of the shards."""
     tensors: Mapping[str, StoredTensor]
+    packed: Mapping[str, PackedSource] = field(default_factory=dict)
+    """Packed matrices of formats that know them as such; model/checkpoint/packed_sources.py finds others."""
 
     @property
     def paths(self) -> list[File]:
         """The files, sorted by name."""
-        return sorted({stored.path for stored in self.tensors.values()}, key=str)
+        dense, packed = ({stored.path for stored in of.values()} for of in (self.tensors, self.packed))
+        return sorted(dense | packed, key=str)
 
 
 def version_of(hashes: Mapping[File, str]) -> str:

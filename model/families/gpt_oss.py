@@ -6,7 +6,7 @@ from typing import Any
 
 from model.config import LayerKind, ModelConfig
 from model.families.experts import read_experts, with_experts
-from model.families.layouts import experts_interleaved
+from model.families.layouts import PACKED_BLOCKS, experts_interleaved
 from model.families.llama import NAMES, llama_family, read_attention_biases, read_dialect
 from model.families.rope import read_whole_rope
 from model.families.spec import Raw, read_layers, read_windows, require_values
@@ -19,6 +19,11 @@ _NAMES = {name: value for name, value in NAMES.items() if ".mlp." not in name} |
     "blocks.N.mlp.experts.up_bias": f"{_MLP}.experts.gate_up_proj_bias",
     "blocks.N.mlp.experts.down": f"{_MLP}.experts.down_proj",
     "blocks.N.mlp.experts.down_bias": f"{_MLP}.experts.down_proj_bias",
+}
+_PACKED = {
+    name: f"{value}{PACKED_BLOCKS}"
+    for name, value in _NAMES.items()
+    if name in ("blocks.N.mlp.experts.up", "blocks.N.mlp.experts.down")
 }
 _KEYS = {"count": ("num_experts", "num_local_experts"), "width": ("intermediate_size",)}
 _ROPE = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
@@ -44,9 +49,10 @@ def _read(raw: Raw) -> ModelConfig:
 
 GPT_OSS = llama_family(
     name="gpt_oss",
-    models="gpt-oss 20b, as bfloat16",
+    models="gpt-oss 20b",
     architecture="GptOssForCausalLM",
     read=_read,
     names=_NAMES,
+    fused=_PACKED,
     layout=experts_interleaved,
 )

@@ -9,6 +9,9 @@ from functools import partial
 from model.config import ModelConfig
 from model.families.spec import Conversion, Tensor, TensorMapping
 
+PACKED_BLOCKS = "_blocks"
+"""End of the names of MXFP4 matrices."""
+
 
 def transposed(_config: ModelConfig, mapping: TensorMapping) -> TensorMapping:
     """Matrices of blocks are stored as [columns, rows]."""
@@ -102,14 +105,14 @@ def with_leading_axis(mapping: TensorMapping, name: str) -> TensorMapping:
 
 
 def experts_interleaved(_config: ModelConfig, mapping: TensorMapping) -> TensorMapping:
-    """Matrices of experts are stored as [expert, columns, rows], and each row of gate is followed by that of up."""
+    """Each row of gate is followed by the same row of up; matrices that are not packed are [expert, columns, rows]."""
     module, _, name = mapping.target.rpartition(".")
     if not module.endswith(".experts"):
         return mapping
     ((source, (count, *sizes)),) = mapping.source
+    is_matrix = len(sizes) == 2 and not source.endswith(PACKED_BLOCKS)
     order = [*range(0, sizes[0], 2), *range(1, sizes[0], 2)] if name in ("up", "up_bias") else []
     back = sorted(range(len(order)), key=order.__getitem__)
-    is_matrix = len(sizes) == 2
 
     def load(tensor: Tensor) -> Tensor:
         rows = tensor.swapaxes(1, 2) if is_matrix else tensor
@@ -119,4 +122,5 @@ def experts_interleaved(_config: ModelConfig, mapping: TensorMapping) -> TensorM
         rows = tensor[:, back] if order else tensor
         return rows.swapaxes(1, 2) if is_matrix else rows
 
-    return TensorMapping(mapping.target, ((source, (count, *reversed(sizes))),), (Conversion(load, save),))
+    shape = (count, *(reversed(sizes) if is_matrix else sizes))
+    return TensorMapping(mapping.target, ((source, shape),), (Conversion(load, save),))

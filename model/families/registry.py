@@ -44,7 +44,7 @@ from model.families.olmoe import OLMOE
 from model.families.opt import OPT
 from model.families.phi import PHI
 from model.families.phi3 import PHI3
-from model.families.quantization import check_quantization
+from model.families.quantization import read_quantization
 from model.families.qwen3_moe import QWEN3_MOE
 from model.families.seed_oss import SEED_OSS
 from model.families.smollm3 import SMOLLM3
@@ -186,7 +186,7 @@ def read_config(raw: Raw) -> tuple[FamilySpec, ModelConfig]:
     family = _FAMILIES[text["model_type"]]
     if wrapper := _WRAPPERS.get(raw["model_type"]):
         family = replace(family, wrapper=wrapper)
-    check_quantization(text.get("quantization_config"))
+    read_quantization(text.get("quantization_config"))
     try:
         return family, _read(family, text)
     except ConfigError:

@@ -16,13 +16,11 @@ PUBLISHED = ROOT / "tests/model/families/published.json"
 _HEAD = "| you have | `model_type` | what to do |\n|---|---|---|\n"
 _REST = "| nanoGPT,"
 _SERVE = "serve the directory or the name of the Hub as it is"
-_OTHERWISE = {"gpt_oss": "convert the Hub's MXFP4 to bfloat16 with transformers, as above, and serve that directory"}
-"""By `model_type`: what to do with models that are published in files that the service refuses."""
 
 
 def with_table(page: str) -> str:
     """The page with a row for each family, before the rows of what needs a conversion."""
-    rows = [f"| {models} | `{name}` | {_OTHERWISE.get(name, _SERVE)} |\n" for name, models in MODELS.items()]
+    rows = [f"| {models} | `{name}` | {_SERVE} |\n" for name, models in MODELS.items()]
     before, _, after = page.partition(_HEAD)
     assert _REST in after, "the page has lost its table"
     return f"{before}{_HEAD}{''.join(rows)}{after[after.index(_REST) :]}"

@@ -171,7 +171,7 @@ def test_numbers_too_large_for_the_requested_format_are_refused(directory: Path)
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantized weights"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quantized weights"),
         ({"attention_bias": True}, "q_proj.bias|k_proj.bias"),
         ({"eos_token_id": 999}, "999"),
         ({"eos_token_id": [*range(65)]}, "lists 65 ids; at most 64"),

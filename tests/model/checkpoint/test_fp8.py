@@ -13,8 +13,6 @@ from torch import Tensor
 
 from model.checkpoint.checkpoint import load
 from model.checkpoint.stored_weights import find_weights
-from model.config import ConfigError
-from model.families.quantization import check_quantization
 from model.files import CheckpointError
 from tests.support.model.hub_checkpoints import save_reference
 
@@ -113,18 +111,3 @@ def test_impossible_scales_are_refused_in_one_sentence(
     with pytest.raises(CheckpointError, match=words) as caught:
         load(tmp_path, device=torch.device("cpu"), dtype=torch.bfloat16)
     assert "\n" not in str(caught.value)
-
-
-def test_other_quantizations_are_refused_by_name() -> None:
-    for raw in (None, {}, _FINE, {"quant_method": "compressed-tensors", "format": "float-quantized"}):
-        check_quantization(raw)
-    for raw in (
-        {"quant_method": "gptq", "bits": 4},
-        {"quant_method": "compressed-tensors", "format": "pack-quantized"},
-        {"quant_method": "fp8", "fmt": "e5m2"},
-        {"bits": 4},
-    ):
-        with pytest.raises(ConfigError, match=r"quant_method .* not supported, only fp8 in e4m3; use the float32"):
-            check_quantization(raw)
-    with pytest.raises(ConfigError, match="must be an object"):
-        check_quantization("fp8")

@@ -26,7 +26,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 MIXTURES = [
     case
     for case in CASES
-    if read_config({**FAMILY_CASES[family_name(case)].minimal, "model_type": family_name(case)})[0].fused
+    if family_name(case) != "gpt_oss"  # its other names are of packed experts
+    and read_config({**FAMILY_CASES[family_name(case)].minimal, "model_type": family_name(case)})[0].fused
 ]
 FILE = "model.safetensors"
 

@@ -216,7 +216,7 @@ def _changed_weights(base: Path) -> None:
         (lambda base: (base / "tokenizer.json").unlink(), "", "tokenizer.json: no such file"),
         (lambda base: shutil.copy(base / "config.json", base / "tokenizer.json"), "", "not a tokenizer"),
         (lambda base: shutil.move(base / "model.safetensors", base / "ckpt.bin"), "", "ckpt.bin is not read"),
-        (lambda base: _change(base, quantization_config={"quant_method": "gptq"}), "", "quantized weights"),
+        (lambda base: _change(base, quantization_config={"quant_method": "hqq"}), "", "quantized weights"),
         (lambda base: _change(base, "generation_config.json", eos_token_id=5000), "", "eos_token_id 5000"),
         (_changed_weights, "", "differs from manifest.json"),
     ],
