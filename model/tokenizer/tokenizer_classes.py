@@ -173,7 +173,9 @@ def with_settings(rust: RustTokenizer, settings: TokenizerSettings) -> RustToken
             "writes the corrected steps to tokenizer.json, then remove the setting"
         )
     own = rust.get_added_tokens_decoder()
-    is_bytewise = "ByteLevel" in str(rust.pre_tokenizer) + str(rust.decoder)
+    # As JSON: the library cannot print a long pattern that is not ASCII (DeepSeek LLM's).
+    steps = [step.__getstate__() for step in (rust.pre_tokenizer, rust.decoder) if step is not None]
+    is_bytewise = any(b"ByteLevel" in step for step in steps)
     chosen = _class_of(TokenizerFacts(is_bpe=isinstance(rust.model, models.BPE), is_bytewise=is_bytewise), settings)
     if chosen is not None:
         rust = _rebuilt(rust, chosen, settings)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import processors
+from tokenizers import Regex, pre_tokenizers, processors
 
 from model.tokenizer.token_spans import CompactSpans, Spans, encode_in_pieces, run_to_completion
 from model.tokenizer.tokenizer import Tokenizer
@@ -262,3 +262,24 @@ def test_space_belongs_to_the_token_with_its_byte(nested: bool) -> None:
     assert rust.encode("a  the").offsets[-1] == (3, 6)
     spans = Tokenizer(rust).encode_spans("a  the").flat()
     assert list(zip(spans.starts, spans.ends, strict=True)) == [(0, 1), (1, 2), (2, 6)]
+
+
+def test_long_pattern_that_is_not_ascii_loads(tmp_path: Path) -> None:
+    """The library panics when it prints such a step, and DeepSeek LLM's file has one."""
+    pattern = "x" * 71 + "\u13a0" * 20 + r"|\s?[A-Za-z\u13a0]+"
+    assert (
+        Tokenizer.load(
+            save(
+                gpt2(
+                    pre_tokenizers.Sequence(
+                        [
+                            pre_tokenizers.Split(Regex(pattern), "isolated"),
+                            pre_tokenizers.ByteLevel(add_prefix_space=False),
+                        ]
+                    )
+                ),
+                tmp_path,
+            )
+        ).decode([1])
+        == "!"
+    )
