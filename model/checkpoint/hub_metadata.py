@@ -18,12 +18,12 @@ from msgspec import Meta, Raw, Struct
 MAX_INFO_BYTES = 8 << 20
 """A file takes about 200 bytes there."""
 _MAX_FILES = 20_000
-_MAX_SMALL_BYTES = 64 << 20
+MAX_SMALL_BYTES = 64 << 20
 """Of a file other than weights; the largest tokenizers take 40 MB."""
 _MAX_NAME_BYTES = 1024
 _MAX_PART_BYTES = 255
 """Of a name between two slashes: what file systems allow."""
-_SMALL_FILES = re.compile(
+SMALL_FILES = re.compile(
     r"config\.json|generation_config\.json|golden\.json|manifest\.json|tokenizer[\w.-]*\.(json|model)"
     r"|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|merges\.txt|chat_template\.(jinja|json)"
     r"|model\.safetensors\.index\.json|(LICEN[CS]E|NOTICE)(\.(txt|md))?",
@@ -122,7 +122,7 @@ def _name_problem(name: str) -> str:
 def _needed(siblings: list[_Sibling]) -> Iterator[RemoteFile]:
     for sibling in siblings:
         is_weights = bool(_WEIGHTS.fullmatch(sibling.rfilename))
-        if not is_weights and not _SMALL_FILES.fullmatch(sibling.rfilename):
+        if not is_weights and not SMALL_FILES.fullmatch(sibling.rfilename):
             continue
         size, etag = sibling.size, sibling.blob_id
         if sibling.lfs:
@@ -133,8 +133,8 @@ def _needed(siblings: list[_Sibling]) -> Iterator[RemoteFile]:
             raise MetadataError(f"the blobId of {sibling.rfilename} is not 40 hexadecimal digits")
         if size is None:
             raise MetadataError(f"{sibling.rfilename} has no size")
-        if not is_weights and size > _MAX_SMALL_BYTES:
-            raise MetadataError(f"{sibling.rfilename} has {size} bytes, more than {_MAX_SMALL_BYTES}")
+        if not is_weights and size > MAX_SMALL_BYTES:
+            raise MetadataError(f"{sibling.rfilename} has {size} bytes, more than {MAX_SMALL_BYTES}")
         yield RemoteFile(name=sibling.rfilename, size=size, etag=etag)
 
 

@@ -120,6 +120,8 @@ class StoredWeights:
     """The packed matrices of the files, which are not among `tensors`."""
     left_out: tuple[str, ...] = ()
     """Names of tensors that no text needs, such as a vision tower's."""
+    paths: tuple[File, ...] = ()
+    """The files of the tensors, sorted by name."""
     hashes: Mapping[File, str]
     """Hexadecimal SHA-256 of each safetensors file."""
 
@@ -175,7 +177,7 @@ class StoredWeights:
         mapping, formats = self.mappings[name], []
         for index, (source, _) in enumerate(mapping.source):
             packed = self.packed.get(source)
-            order = None if packed is None else _row_order(mapping, index, packed.shape)
+            order = None if packed is None else row_order(mapping, index, packed.shape)
             if packed is None or order is None:
                 return ()
             formats.append((packed.format, len(order)))
@@ -186,7 +188,7 @@ class StoredWeights:
         mapping, matrices = self.mappings[name], []
         for index, (source, _) in enumerate(mapping.source):
             packed = self.packed[source]
-            order, matrix = _row_order(mapping, index, packed.shape), packed.read()
+            order, matrix = row_order(mapping, index, packed.shape), packed.read()
             assert order is not None
             is_same = len(order) == matrix.shape[0] and np.array_equal(order, np.arange(len(order)))
             matrices.append(matrix if is_same else matrix.take(order))
@@ -237,7 +239,18 @@ def find_weights(
     their files are read whole.
     """
     config_json, family, config = read_config_file(directory)
-    index = find_tensors(directory)
+    weights = match_weights(directory, config_json, family, config, find_tensors(directory))
+    check(weights)
+    return dataclasses.replace(weights, hashes={path: digest(path) for path in weights.paths})
+
+
+def match_weights(
+    directory: Directory, config_json: Mapping[str, Any], family: FamilySpec, config: ModelConfig, index: TensorIndex
+) -> StoredWeights:
+    """The weights of find_weights() without hashes, whose files may have any format. Raises CheckpointError.
+
+    config_json: what it says of the text decoder.
+    """
     check_sizes(directory / "config.json", config, index)
     generation = read_json(directory / "generation_config.json", optional=True)
     bos = generation.get("bos_token_id", config_json.get("bos_token_id"))
@@ -248,7 +261,7 @@ def find_weights(
         raise CheckpointError(f"{directory / 'config.json'}: {error}") from None
     path = directory / ("generation_config.json" if "eos_token_id" in generation else "config.json")
     eos_ids = _eos_ids(path, {**config_json, **generation}.get("eos_token_id"), config.vocab_size)
-    weights = StoredWeights(
+    return StoredWeights(
         family=family,
         config=config,
         generation=generation,
@@ -260,10 +273,9 @@ def find_weights(
         scales=matched.scales,
         packed=matched.packed,
         left_out=matched.left_out,
+        paths=tuple(index.paths),
         hashes={},
     )
-    check(weights)
-    return dataclasses.replace(weights, hashes={path: digest(path) for path in index.paths})
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,7 +302,7 @@ class _ArrayFormat:
         return np.ascontiguousarray(parts[0]) if len(parts) == 1 else np.concatenate(parts)
 
 
-def _row_order(mapping: TensorMapping, index: int, shape: tuple[int, ...]) -> Array | None:
+def row_order(mapping: TensorMapping, index: int, shape: tuple[int, ...]) -> Array | None:
     """The rows of source `index` of this shape in the Decoder's order; None if its conversion changes columns, too."""
     rows = math.prod(shape[:-1])
     numbered = np.broadcast_to(np.arange(rows).reshape(*shape[:-1], 1), (*shape[:-1], 2))
@@ -358,7 +370,7 @@ def _match(family: FamilySpec, config: ModelConfig, index: TensorIndex, quantiza
             raise CheckpointError(f"{stored.path}: {name} has dtype {stored.dtype}; allowed are {ALLOWED_TYPES}")
     if head and (copy := found.get(head.source[0][0])):
         embedding = found[mappings["embedding"].source[0][0]]
-        if not _are_equal(copy, embedding):
+        if not are_equal(copy, embedding):
             raise CheckpointError(
                 f"{index.source}: {copy.name} is not the token embedding, to which config.json ties the head; "
                 "if it is the head, set tie_word_embeddings to false"
@@ -366,7 +378,8 @@ def _match(family: FamilySpec, config: ModelConfig, index: TensorIndex, quantiza
     return _Matched(mappings, scales, {**index.packed, **packed}, left_out)
 
 
-def _are_equal(one: StoredTensor | PackedSource, other: StoredTensor | PackedSource) -> bool:
+def are_equal(one: StoredTensor | PackedSource, other: StoredTensor | PackedSource) -> bool:
+    """Whether both hold the same numbers in the same dtype; false if one is packed. Raises CheckpointError."""
     if isinstance(one, PackedSource) or isinstance(other, PackedSource):
         return False
     return one.dtype == other.dtype and np.array_equal(mapped(one), mapped(other))

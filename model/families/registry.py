@@ -55,7 +55,7 @@ from model.families.vaultgemma import VAULTGEMMA
 
 _FIELDS = {field.name: field for field in fields(ModelConfig)}
 _METADATA_KEYS = {"architectures", "model_type", "dtype", "torch_dtype", "transformers_version"}
-_METADATA_KEYS |= {"bos_token_id", "eos_token_id", "pad_token_id"}
+_METADATA_KEYS |= {"bos_token_id", "eos_token_id", "pad_token_id", "quantization_config"}
 _OUTER_KEYS = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config", "bos_token_id", "eos_token_id")
 """What a model of several media says of its text decoder outside of text_config, where it counts."""
 _UNIFORM_KEYS = ("rope_theta", "rotary_dim", "rope_scaling", "sliding_window")
