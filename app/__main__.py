@@ -22,6 +22,7 @@ _VERBS = {
     "complete": ("app.cli.complete", "complete a text with a running service", '"Once upon a time" --max-tokens 100'),
     "bench": ("benchmarks.load", "benchmark a running service", "--url http://127.0.0.1:8000"),
     "check": ("app.cli.check", "validate a weights directory, and print its facts", "weights"),
+    "convert": ("app.cli.convert", "convert weights to safetensors, dense or quantized", "SRC OUT --quantize int4"),
     "doctor": ("app.cli.doctor", "report what keeps the service from running or makes it slow", ""),
     "compile": ("app.cli.compile", "build the native kernels ahead of time", ""),
     "keys": ("app.cli.keys", "manage the API keys of a service", "add alice --keys-file keys.json"),

@@ -13,7 +13,13 @@ import shtab
 
 from model.command_line import OneLineParser
 
-_VALUES = {"DIR": shtab.DIRECTORY, "FILE": shtab.FILE, "PATH": shtab.FILE}
+_VALUES = {
+    "DIR": shtab.DIRECTORY,
+    "FILE": shtab.FILE,
+    "OUT": shtab.DIRECTORY,
+    "PATH": shtab.FILE,
+    "SRC": shtab.FILE,
+}
 """What a shell completes where a flag's help has this word."""
 
 

@@ -60,7 +60,7 @@ class _Output:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Conversion:
+class ConversionPlan:
     """What is written of some weights."""
 
     weights: StoredWeights
@@ -72,6 +72,11 @@ class Conversion:
     def n_bytes(self) -> int:
         """Bytes of the file."""
         return file_bytes(self._tensors())
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Bytes of the tensors, all of which progress counts."""
+        return sum(tensor.n_bytes for tensor in self._tensors())
 
     @property
     def n_params(self) -> int:
@@ -169,6 +174,7 @@ class Conversion:
         head = self.weights.family.names.get("untied_head")
         if isinstance(head, str):
             found.append(head.removesuffix(".weight"))
+        found.append("lm_head")  # what transformers calls every head in memory
         patterns = [rf"re:(.*\.)?{re.escape(module)}\..*" for module in sorted(left_out)]
         return list(dict.fromkeys([*found, *patterns]))
 
@@ -210,7 +216,7 @@ class Conversion:
                 yield rows[first : first + step]
 
 
-def plan(weights: StoredWeights, *, dtype: Dtype | None, bits: int = 0) -> Conversion:
+def plan(weights: StoredWeights, *, dtype: Dtype | None, bits: int = 0) -> ConversionPlan:
     """What to write. Raises CheckpointError if it cannot be done.
 
     dtype: of dense tensors; None for bfloat16, or each tensor's own if no matrix of the source is quantized. bits: 4 or
@@ -232,7 +238,7 @@ def plan(weights: StoredWeights, *, dtype: Dtype | None, bits: int = 0) -> Conve
             "for all experts together, or in rows that 16 does not divide"
         )
     outputs = [_output(weights, name, chosen, groups.get(name, 0)) for name in _names(weights)]
-    return Conversion(weights=weights, outputs=outputs, bits=bits)
+    return ConversionPlan(weights=weights, outputs=outputs, bits=bits)
 
 
 def _names(weights: StoredWeights) -> list[str]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from model.checkpoint.conversion import Conversion, Dtype, Progress, plan
+from model.checkpoint.conversion import ConversionPlan, Dtype, Progress, plan
 from model.checkpoint.golden import GOLDEN_FILE
 from model.checkpoint.hub_metadata import MAX_SMALL_BYTES, SMALL_FILES
 from model.checkpoint.manifest import MANIFEST_FILE, manifest_of, read_model_name
@@ -80,7 +80,7 @@ class ConvertedDirectory:
 
     out: Path
     source: ConversionSource
-    conversion: Conversion
+    conversion: ConversionPlan
 
     @property
     def leaves_out_golden(self) -> bool:

@@ -39,13 +39,24 @@ def mapped(stored: StoredTensor) -> Array:
     try:
         with regular_file(path).open("rb") as file:
             region = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        numbers = np.frombuffer(region, _READ[stored.dtype], math.prod(stored.shape), stored.start)
+        numbers = np.frombuffer(region, _READ[stored.dtype], _extent(stored), stored.start)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error})") from None
     if region[: len(stored.header)] != stored.header:
         raise CheckpointError(f"{path}: was replaced while it was read")
+    if stored.strides is not None:
+        return np.lib.stride_tricks.as_strided(
+            numbers, stored.shape, [stride * numbers.itemsize for stride in stored.strides], writeable=False
+        )
     array: Array = numbers.reshape(stored.shape)
     return array
+
+
+def _extent(stored: StoredTensor) -> int:
+    """Numbers from its first one to its last one in the file."""
+    if stored.strides is None or 0 in stored.shape:
+        return math.prod(stored.shape)
+    return 1 + sum((size - 1) * stride for size, stride in zip(stored.shape, stored.strides, strict=True))
 
 
 def match_scales(

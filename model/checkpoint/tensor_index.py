@@ -89,8 +89,8 @@ def _list_names(directory: Path) -> set[str]:
 _CONVERSIONS = {
     (".gguf",): "use the model that the GGUF file was made from, which has safetensors, or unpack the file with "
     "transformers (from_pretrained(..., gguf_file=...))",
-    (".bin", ".pt", ".pth", ".ckpt"): "a pickle can run code; convert it with transformers "
-    "(from_pretrained(...).save_pretrained(...))",
+    (".bin", ".pt", ".pth", ".ckpt"): "a pickle can run code; inkstream convert makes safetensors of it in a confined "
+    "process",
 }
 """File name suffixes that are not read -> what to do."""
 
@@ -125,6 +125,8 @@ class StoredTensor:
     """Offset of its first number in the file."""
     header: bytes = field(repr=False)
     """How the file begins, up to its first number: another file may lie there when the tensor is read."""
+    strides: tuple[int, ...] | None = None
+    """Numbers from one element to the next of each axis; None if the elements lie in order, as in safetensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

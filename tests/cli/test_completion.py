@@ -43,7 +43,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 CASES = [
     (("inkstream", ""), set(re.findall(r"^  ([a-z]+)", _USAGE, re.MULTILINE))),
-    (("inkstream", "co"), {"complete", "compile", "completion"}),
+    (("inkstream", "co"), {"complete", "compile", "completion", "convert"}),
     (("inkstream", "serve", "--devi"), {"--device"}),
     (("inkstream", "serve", "--device", ""), {"auto", "cpu", "cuda"}),
     (("inkstream", "complete", "--temp"), {"--temperature"}),

@@ -24,7 +24,7 @@ from tests.support.servers import Server
 
 pytestmark = pytest.mark.slow
 
-_VERBS = ("serve", "complete", "bench", "check", "doctor", "compile", "keys", "completion", "train")
+_VERBS = ("serve", "complete", "bench", "check", "convert", "doctor", "compile", "keys", "completion", "train")
 
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -107,6 +107,7 @@ def test_unknown_verb_is_one_line_with_the_known_ones(run: Run, word: str, hint:
         (("bench", "--stream-s", "1"), "--streams"),
         (("keys", "add", "x", "--key-file", "y"), "--keys-file"),
         (("train", "--dat", "x", "--out", "y"), "--data"),
+        (("convert", "a", "b", "--quantise", "int4"), "--quantize"),
     ],
 )
 def test_misspelled_or_missing_flag_of_any_verb_gets_a_suggestion(
@@ -148,6 +149,11 @@ def test_every_verb_has_help(run: Run, verb: str) -> None:
         ("bench", "--x"),
         ("check",),
         ("check", ""),
+        ("convert",),
+        ("convert", "a"),
+        ("convert", "", "b"),
+        ("convert", "a", ""),
+        ("convert", "a", "b", "--dtype", "int8"),
         ("doctor", "--x"),
         ("compile", "--x"),
         ("keys",),

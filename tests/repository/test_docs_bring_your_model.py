@@ -37,7 +37,7 @@ PAGE = (ROOT / "docs/bring-your-model.md").read_text()
 SCRIPTS = {
     name: body for body, name in re.findall(r'^```python\n("""(\w+\.py) .*?)^```', PAGE, re.MULTILINE | re.DOTALL)
 }
-TYPED = next(typed for typed in map(commands_of, fences(PAGE)) if any("export.py" in line for line in typed))
+TYPED = next(typed for typed in map(commands_of, fences(PAGE)) if any("convert out/ckpt.pt" in line for line in typed))
 """The commands that convert a nanoGPT, check it, and serve it."""
 CHARACTERS = "\n !,.:EMORabcdefghijklmnopqrstuvwxyz\u00e9\u2014\U0001f98a"
 CONTEXT = 48
@@ -80,13 +80,21 @@ def run_script(name: str, *arguments: Path | str) -> None:
         runpy.run_path(str(path))
 
 
+def bring(how: str, checkpoint: Path, out: Path) -> None:
+    """Converts a checkpoint with a script of the page, or with the command that it names."""
+    if how.endswith(".py"):
+        run_script(how, checkpoint, out)
+    else:
+        assert inkstream([how, str(checkpoint), str(out)]) == 0
+
+
 def brought(directory: Path) -> Decoder:
     return load(directory, device=torch.device("cpu"), dtype=torch.float32).decoder
 
 
-@pytest.mark.parametrize("script", ["export.py", "gpt.py"])
-def test_converted_nanogpt_keeps_its_logits(nano: nn.Module, checkpoint: Path, script: str, tmp_path: Path) -> None:
-    run_script(script, checkpoint, tmp_path / "brought")
+@pytest.mark.parametrize("how", ["convert", "gpt.py"])
+def test_converted_nanogpt_keeps_its_logits(nano: nn.Module, checkpoint: Path, how: str, tmp_path: Path) -> None:
+    bring(how, checkpoint, tmp_path / "brought")
     for length in (1, 7, CONTEXT):
         tokens_N = torch.randint(len(CHARACTERS), (length,))
         assert torch.allclose(
@@ -98,7 +106,7 @@ def test_untied_head_is_converted(nano: nn.Module, checkpoint: Path, tmp_path: P
     saved = torch.load(checkpoint, weights_only=True)
     saved["model"]["_orig_mod.lm_head.weight"] = 2 * nano.lm_head.weight
     torch.save(saved, checkpoint)
-    run_script("export.py", checkpoint, tmp_path / "brought")
+    bring("convert", checkpoint, tmp_path / "brought")
     tokens_N = torch.arange(9)
     assert torch.allclose(
         logits(brought(tmp_path / "brought"), [*range(9)]), 2 * nano(tokens_N[None]).logits[0], atol=1e-4
@@ -123,10 +131,8 @@ def test_character_level_nanogpt_is_checked_and_served(
     shutil.copy(checkpoint, tmp_path / "out/ckpt.pt")
     meta.write_bytes(pickle.dumps({"stoi": {c: i for i, c in enumerate(CHARACTERS)}}))
     monkeypatch.chdir(tmp_path)
-    export, chars, check = (shlex.split(line)[1:] for line in TYPED[:3])
-    for script, *arguments in (export, chars):
-        run_script(script, *arguments)
-    assert inkstream(check) == 0
+    for line in TYPED[:2]:
+        assert inkstream(shlex.split(line)[1:]) == 0
     assert "#" not in CHARACTERS  # and is not converted
     prompt = "ROMEO:\n\u00e9\u2014\U0001f98a, "
     tokens = [CHARACTERS.index(character) for character in prompt]
@@ -140,7 +146,8 @@ def test_character_level_nanogpt_is_checked_and_served(
 def test_comparison_script_prints_our_logits(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_script("export.py", checkpoint, tmp_path / "brought")
+    bring("convert", checkpoint, tmp_path / "brought")
+    capsys.readouterr()
     run_script("compare.py", tmp_path / "brought")
     assert capsys.readouterr().out == f"{logits(brought(tmp_path / 'brought'), [1, 2, 3])}\n"
 

@@ -202,6 +202,10 @@ def test_routers_and_heads_are_listed_as_ignored(tmp_path: Path, weights: Path) 
     quantization: Any = config_of(tmp_path / "out")["quantization_config"]
     routers = {name.removesuffix(".weight") for name in load_file(source / FILE) if name.endswith(".mlp.gate.weight")}
     assert routers and set(quantization["ignore"]) >= {"lm_head", *routers}
+    source = save_convertible("gpt_neox-a", tmp_path / "neox", weights)
+    convert(source, tmp_path / "neox-out", bits=8)
+    quantization = config_of(tmp_path / "neox-out")["quantization_config"]
+    assert set(quantization["ignore"]) >= {"lm_head", "embed_out"}, "in memory, in the file"
 
 
 def test_transposed_and_fused_matrices_are_not_packed(tmp_path: Path, weights: Path) -> None:
