@@ -145,8 +145,8 @@ class PackedMatrix:
 
     def _wide(self) -> Array:
         group, integers = self.format.group, self.integers()
-        # Products of float16 scales, and of multiples, are exact in float32; others need more bits to be rounded once.
-        exact: type[np.floating[Any]] = np.float64 if self.format.scales == "float32" else np.float32
+        # Without an offset the product is rounded, if at all; with one it needs more bits, so that only the sum is.
+        exact: type[np.floating[Any]] = np.float32 if self.offsets is None else np.float64
         shape = (len(integers), -1, group)
         wide: Array = integers.reshape(shape).astype(exact) * self.scales.numbers(group).astype(exact)[:, :, None]
         if self.offsets is not None:

@@ -36,6 +36,24 @@ def test_each_number_is_rounded_once(packed_format: PackedFormat) -> None:
     assert np.array_equal(matrix.dequantized("bfloat16"), rounded_to_bfloat16(numbers))
 
 
+def test_products_of_large_multiples_are_not_rounded_before_an_offset_is_added() -> None:
+    """A byte without a sign times a unit of 11 bits times an integer of 8 bits has more bits than float32."""
+    packed_format = PackedFormat(bits=8, group=16, scales="multiples", has_offsets=True)
+    matrix = random_packed(packed_format, rows=8, columns=512, seed=3)
+    random = np.random.default_rng(4)
+    values = random.integers(129, 256, (8, 32), np.uint8)
+    units = random.uniform(0.0001, 0.0002, (8, 2)).astype(np.float16)
+    matrix = replace(matrix, scales=GroupNumbers(values=values, units=units))
+    assert matrix.offsets is not None
+    scales, offsets = (
+        each.numbers(16).astype(np.float64).repeat(16, axis=1) for each in (matrix.scales, matrix.offsets)
+    )
+    exact = matrix.integers() * scales + offsets
+    assert np.array_equal(matrix.dequantized("float32"), exact.astype(np.float32))
+    twice = (matrix.integers() * scales).astype(np.float32) + offsets.astype(np.float32)
+    assert not np.array_equal(twice, exact.astype(np.float32)), "positive control"
+
+
 @pytest.mark.parametrize("packed_format", FORMATS, ids=str)
 def test_scales_and_offsets_belong_to_their_group(packed_format: PackedFormat) -> None:
     matrix = random_packed(packed_format, rows=2, columns=512, seed=2)
