@@ -19,6 +19,7 @@ from app.engine.cpu.library import Shape, Step, address_of
 from app.engine.cpu.packed_decoder import (
     BLOCK,
     PackedDecoder,
+    PackedWeights,
     ReadTensor,
     StoredFormat,
     as_computed,
@@ -73,10 +74,11 @@ class NativeExecutor:
         blocks: int | Items[int],
         weight_format: WeightFormat | None = None,
         stored_format: StoredFormat = as_computed,
+        packed: PackedWeights | None = None,
         kv_cache: KvCache = "auto",
         restored: HugepageAllocator | None = None,
     ) -> None:
-        """blocks: see block_counts(). weight_format, stored_format, restored: see PackedDecoder."""
+        """blocks: see block_counts(). weight_format, stored_format, packed, restored: see PackedDecoder."""
         self.config = config
         self._library = library
         self.decoder = decoder = PackedDecoder(
@@ -87,6 +89,7 @@ class NativeExecutor:
             dtype=dtype,
             weight_format=weight_format,
             stored_format=stored_format,
+            packed=packed,
             kv_cache=kv_cache,
             restored=restored,
         )

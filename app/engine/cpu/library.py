@@ -6,7 +6,7 @@ Every structure mirrors one of source/interface.h; ink_sizes() verifies that the
 from __future__ import annotations
 
 import ctypes
-from ctypes import CDLL, POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_long, c_void_p
+from ctypes import CDLL, POINTER, Structure, c_char_p, c_float, c_int, c_int8, c_int32, c_int64, c_long, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,16 @@ class Matrix(Structure):
     """Mirrors InkMatrix."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("packed", "bias", "scale")),
-        *((name, c_int32) for name in ("outputs", "steps", "format", "unused")),
+        *((name, c_void_p) for name in ("packed", "bias", "scale", "next", "wraps")),
+        *((name, c_int32) for name in ("outputs", "steps", "format", "group", "scales", "has_offsets")),
+        ("table", c_int8 * 16),
     )
+
+
+class Groups(Structure):
+    """Mirrors InkGroups."""
+
+    _fields_ = tuple((name, c_void_p) for name in ("codes", "scales", "offsets", "scale_units", "offset_units"))
 
 
 class NativeOperation(Structure):
@@ -82,6 +89,8 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ink_format": (c_int, (c_char_p, c_int)),
     "ink_steps": (c_int, (c_int, c_int, c_int)),
     "ink_packed_bytes": (c_long, (c_int, c_int, c_int, c_int)),
+    "ink_grouped_bytes": (c_long, (POINTER(Matrix), c_int)),
+    "ink_pack_groups": (None, (c_void_p, POINTER(Groups), c_int, c_int, c_int, POINTER(Matrix))),
     "ink_pack": (None, (c_void_p, c_void_p, c_int, c_int, c_int, c_int, c_int, c_int, c_void_p)),
     "ink_quantize": (None, (c_void_p, c_void_p, c_int, c_int, c_int, c_int, c_void_p, c_void_p)),
     "ink_open": (c_void_p, (POINTER(Shape), c_void_p)),

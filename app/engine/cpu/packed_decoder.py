@@ -11,17 +11,19 @@ import math
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from functools import partial
-from typing import Any, get_args
+from itertools import accumulate, groupby
+from typing import Any, NamedTuple, Protocol, get_args
 
 import numpy as np
 
 from app.engine.cpu.huge_pages import HugepageAllocator
-from app.engine.cpu.library import Cache, Matrix, NativeOperation, Shape, address_of
+from app.engine.cpu.library import Cache, Groups, Matrix, NativeOperation, Shape, address_of
 from app.engine.memory.cache_groups import cache_dtype, cache_groups, cache_places
 from model.cache_formats import KvCache
 from model.config import Activation, ExpertScore, ModelConfig
 from model.decoder_program import Kind, Operation, Register, Weight, decoder_program
 from model.number_formats import Array, as_float32
+from model.packed_matrix import GroupNumbers, PackedFormat, PackedMatrix, ScaleKind, common_format, concatenate
 from model.positions import query_scale_table, rope_table, sinusoid_table
 from model.weight_formats import WeightFormat
 
@@ -37,6 +39,39 @@ def as_computed(_name: str, dtype: str) -> str:
     return dtype
 
 
+class PackedWeights(Protocol):
+    """Weights of which some are stored as integers in groups: StoredWeights."""
+
+    def packed_formats(self, name: str) -> tuple[tuple[PackedFormat, int], ...]:
+        """Format and rows of each part of a parameter, which follow each other; none if it is dense."""
+        ...
+
+    def read_packed(self, name: str) -> tuple[PackedMatrix, ...]:
+        """The parts of a parameter. The rows of several matrices follow each other."""
+        ...
+
+
+class AllDense:
+    """PackedWeights of which none is."""
+
+    def packed_formats(self, _name: str) -> tuple[tuple[PackedFormat, int], ...]:
+        """See PackedWeights."""
+        return ()
+
+    def read_packed(self, name: str) -> tuple[PackedMatrix, ...]:
+        """See PackedWeights."""
+        raise AssertionError(f"{name} is dense")
+
+
+class _Part(NamedTuple):
+    """Consecutive rows of a weight's parts in one format."""
+
+    format: PackedFormat
+    rows: int
+    parts: slice
+    """Of PackedWeights.read_packed()."""
+
+
 LANES = 16
 PANEL = 2 * LANES
 BLOCK = 16
@@ -45,6 +80,7 @@ _FLOATS = (Register.RESIDUAL, Register.QKV, Register.BRANCH)
 _NORMS = {"none": 0, "rmsnorm": 1, "layernorm": 2}
 _ACTIVATIONS = {name: number for number, name in enumerate(get_args(Activation), 1)}
 _SCORES = {name: number for number, name in enumerate(get_args(ExpertScore))}
+_SCALE_KINDS = {name: number for number, name in enumerate(get_args(ScaleKind))}
 
 
 def padded_head_dim(config: ModelConfig) -> int:
@@ -65,18 +101,21 @@ class PackedDecoder:
         dtype: str,
         weight_format: WeightFormat | None = None,
         stored_format: StoredFormat = as_computed,
+        packed: PackedWeights | None = None,
         kv_cache: KvCache = "auto",
         restored: HugepageAllocator | None = None,
     ) -> None:
-        """read: called once for each tensor, which is packed before the next one. pool: threads that pack.
+        """read: called once for each dense tensor, which is packed before the next one. pool: threads that pack.
 
-        weight_format: to which the matrices are rounded; None, and a number format: their stored_format.
-        restored: one region with what an equal decoder left in `memory`; then nothing is read or packed.
+        weight_format: to which dense matrices are rounded; None, and a number format: their stored_format.
+        packed: matrices that are integers in groups, which nothing rounds; None: all are dense.
+        restored: one region with what an equal decoder left in `memory`; then nothing but formats is read.
+        Raises ValueError if a packed matrix cannot be computed with.
         """
         self.config, self._library, self._pool = config, library, pool
         self._dtype, self._is_bf16 = dtype, dtype == "bfloat16"
         self._rounded = weight_format if weight_format and weight_format.is_quantized else None
-        self._stored_format = stored_format
+        self._stored_format, self._packed = stored_format, packed or AllDense()
         self._read, self._is_restored = read, restored is not None
         self.memory = restored or HugepageAllocator()
         """All that depends on the weights; tables of positions are elsewhere."""
@@ -287,10 +326,12 @@ class PackedDecoder:
         factor: of the product and of the bias. is_rounded: to the decoder's format, if that rounds.
         """
         *experts, n_rows, k = weight.shape
+        if formats := self._packed.packed_formats(weight.name):
+            return self._grouped_matrices(weight, bias, formats, gate_rows, factor)
         count, rounded = math.prod(experts), self._rounded if is_rounded else None
         kind = rounded.kind if rounded else self._stored_format(weight.name, self._dtype)
-        panels = -(-gate_rows // LANES) if gate_rows else -(-n_rows // PANEL)
-        rows, outputs = None if self._is_restored else _packed_rows(n_rows, gate_rows, panels), panels * PANEL
+        rows = _packed_rows(n_rows, gate_rows)
+        outputs, panels = len(rows), len(rows) // PANEL
         number = self._library.ink_format(kind.encode(), self._is_bf16)
         assert number >= 0, f"the kernels multiply {self._dtype} with no {kind}"
         n_bytes = self._library.ink_packed_bytes(panels, k, self._is_bf16, number)
@@ -301,9 +342,93 @@ class PackedDecoder:
         scale = self._stored(count * outputs, lambda: _rearranged(scales, rows) * factor) if has_scales else 0
         addend = self._vector(bias, count * outputs, rows, factor=factor) if bias else 0
         steps = self._library.ink_steps(k, self._is_bf16, number)
-        vectors = [[at and at + 4 * outputs * expert for at in (addend, scale)] for expert in range(count)]
-        places = zip(addresses, vectors, strict=True)
-        return (Matrix * count)(*(Matrix(address, *of, outputs, steps, number) for address, of in places))
+        return (Matrix * count)(
+            *(
+                Matrix(address, *vectors, outputs=outputs, steps=steps, format=number)
+                for address, vectors in zip(addresses, _of_each([outputs] * count, addend, scale), strict=True)
+            )
+        )
+
+    def _grouped_matrices(
+        self,
+        weight: Weight,
+        bias: Weight | None,
+        formats: tuple[tuple[PackedFormat, int], ...],
+        gate_rows: int,
+        factor: float,
+    ) -> ctypes.Array[Matrix]:
+        """As _matrices(), of a weight whose parts are packed. Raises ValueError.
+
+        Parts in different formats are a chain if each begins with a panel, and else become one in their common format.
+        """
+        *experts, n_rows, k = weight.shape
+        count = math.prod(experts)
+        assert sum(rows for _, rows in formats) == count * n_rows, f"{weight.name} has other rows"
+        parts = _parts(formats, is_whole=bool(experts or gate_rows))
+        assert len(parts) == 1 or count == 1
+        sizes = [len(_packed_rows(part.rows // count, gate_rows)) for part in parts]
+        read = () if self._is_restored else self._packed.read_packed(weight.name)
+        matrices = [
+            matrix
+            for part, outputs in zip(parts, sizes, strict=True)
+            for matrix in self._pack_groups(weight, part, read, count, outputs, k, gate_rows)
+        ]
+        rows, size = _packed_rows(n_rows, gate_rows), count * sum(sizes)
+        scale = self._stored(size, lambda: np.full(size, factor, np.float32)) if factor != 1.0 else 0
+        addend = self._vector(bias, size, rows, factor=factor) if bias else 0
+        chained = (Matrix * len(matrices))(*matrices)
+        for matrix, vectors in zip(chained, _of_each([each.outputs for each in matrices], addend, scale), strict=True):
+            matrix.bias, matrix.scale = vectors
+        if len(parts) > 1:
+            self._keepalive.append(chained)
+            for index, matrix in enumerate(chained[:-1]):
+                chained[index].next = ctypes.addressof(chained) + (index + 1) * ctypes.sizeof(matrix)
+        return chained
+
+    def _pack_groups(
+        self,
+        weight: Weight,
+        part: _Part,
+        read: tuple[PackedMatrix, ...],
+        count: int,
+        outputs: int,
+        k: int,
+        gate_rows: int,
+    ) -> list[Matrix]:
+        """Packs the matrices of a part, whose rows follow each other. Raises ValueError."""
+        stored = part.format
+        if k % stored.group:
+            raise ValueError(f"{weight.name} has {k} columns, no multiple of the {stored.group} that share a scale")
+        number = self._library.ink_format(f"packed{stored.bits}".encode(), self._is_bf16)
+        described = Matrix(
+            outputs=outputs,
+            steps=self._library.ink_steps(k, self._is_bf16, number),
+            format=number,
+            group=stored.group,
+            scales=_SCALE_KINDS[stored.scales],
+            has_offsets=stored.has_offsets,
+            table=(ctypes.c_int8 * 16)(*stored.table),
+        )
+        n_bytes = self._library.ink_grouped_bytes(described, self._is_bf16)
+        start = self.memory.allocate(count * n_bytes)
+        whole = None if self._is_restored else _checked(weight, concatenate(read[part.parts]), stored, (part.rows, k))
+        described.wraps = self._stored(LANES, lambda: _wraps(whole)) if stored.scales == "multiples" else 0
+        matrices = []
+        for index in range(count):
+            matrix = Matrix.from_buffer_copy(described)
+            matrix.packed = start + index * n_bytes
+            if whole is not None:
+                rows = part.rows // count
+                self._copy_groups(whole.take(slice(index * rows, (index + 1) * rows)), gate_rows, matrix)
+            matrices.append(matrix)
+        return matrices
+
+    def _copy_groups(self, source: PackedMatrix, gate_rows: int, to: Matrix) -> None:
+        arrays = [source.codes, source.scales.values, source.offsets and source.offsets.values]
+        arrays += [source.scales.units, source.offsets and source.offsets.units]
+        whole = [None if array is None else np.ascontiguousarray(array) for array in arrays]
+        groups = Groups(*(None if array is None else address_of(array) for array in whole))
+        self._library.ink_pack_groups(self._pool, groups, source.shape[0], gate_rows, self._is_bf16, to)
 
     def _pack(
         self,
@@ -380,12 +505,54 @@ def _rearranged(numbers: Array | None, rows: list[int] | None) -> Array:
     return array
 
 
-def _packed_rows(n_rows: int, gate_rows: int, panels: int) -> list[int]:
-    """The row of each output of the packed matrix, -1 for padding."""
+def _packed_rows(n_rows: int, gate_rows: int) -> list[int]:
+    """The row of each output of the packed matrix, in whole panels; -1 for padding."""
     if not gate_rows:
-        return [row if row < n_rows else -1 for row in range(panels * PANEL)]
-    outputs = [(panel * LANES + lane, half) for panel in range(panels) for half in (0, 1) for lane in range(LANES)]
-    return [row + half * gate_rows if row < gate_rows else -1 for row, half in outputs]
+        return [*range(n_rows), *[-1] * (-n_rows % PANEL)]
+    blocks, halves = range(0, gate_rows, LANES), (0, gate_rows)
+    rows = [(first + lane, half) for first in blocks for half in halves for lane in range(LANES)]
+    return [row + half if row < gate_rows else -1 for row, half in rows]
+
+
+def _of_each(sizes: Items[int], *addresses: int) -> list[list[int]]:
+    """Where the numbers of each matrix are in vectors of all of them; 0 stays 0."""
+    starts = accumulate(sizes[:-1], initial=0)
+    return [[address and address + 4 * start for address in addresses] for start in starts]
+
+
+def _parts(formats: tuple[tuple[PackedFormat, int], ...], *, is_whole: bool) -> list[_Part]:
+    """Parts in the same format as one; all of them, if they are to be whole or one does not begin with a panel."""
+    runs, first = list[_Part](), 0
+    for each, members in groupby(formats, key=lambda part: part[0]):
+        rows = [n_rows for _, n_rows in members]
+        runs.append(_Part(each, sum(rows), slice(first, first + len(rows))))
+        first += len(rows)
+    if len(runs) == 1 or not (is_whole or any(part.rows % PANEL for part in runs[:-1])):
+        return runs
+    return [_Part(common_format([each for each, _ in formats]), sum(n_rows for _, n_rows in formats), slice(None))]
+
+
+def _checked(weight: Weight, matrix: PackedMatrix, stored: PackedFormat, shape: tuple[int, int]) -> PackedMatrix:
+    """The matrix, whose scales products can compute with. Raises ValueError."""
+    assert (matrix.format, matrix.shape) == (stored, shape), f"{weight.name} has other numbers than its header says"
+    try:
+        matrix.check()
+        for numbers in (matrix.scales, matrix.offsets):
+            if stored.scales == "multiples" and numbers and numbers.values.dtype not in (np.int8, np.uint8):
+                raise ValueError(f"holds multiples of {numbers.values.dtype}, only those of a byte are computed with")
+    except ValueError as error:
+        raise ValueError(f"{weight.name} {error}") from None
+    return matrix
+
+
+def _wraps(matrix: PackedMatrix | None) -> Array:
+    """What the kernels add to bytes below 0, of scales and of offsets: 256 if bytes have no sign."""
+    assert matrix
+
+    def wrap(numbers: GroupNumbers | None) -> float:
+        return 256.0 if numbers and numbers.values.dtype == np.uint8 else 0.0
+
+    return _padded(np.array([wrap(matrix.scales), wrap(matrix.offsets)], np.float32), LANES)
 
 
 def _round_up(size: int, unit: int) -> int:

@@ -17,11 +17,15 @@ from app.engine.cpu.toolchain.builder import build
 from app.engine.cpu.toolchain.cpu_target import X86_LEVELS, CpuTarget, runs_here
 from app.engine.cpu.toolchain.library_cache import BuildRecipe
 from model.cache_formats import KvCache
+from model.packed_matrix import PackedFormat
 from model.weight_formats import Quantize
 from tests.engine.cpu.test_executor import check_chunks
+from tests.engine.cpu.test_packed_matrices import check_packed_bits
 from tests.engine.execution import test_parity_spans
 from tests.support import ROOT
 from tests.support.model import tiny_models
+from tests.support.model.packed_decoders import KINDS
+from tests.support.model.packed_matrices import FORMATS
 
 _AMX, _AVX512_BF16 = X86_LEVELS[:2]
 _TILES = ROOT / "tests/support/engine/emulated_tiles.h"
@@ -54,6 +58,12 @@ def _with_tiles(library: CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 @pytest.mark.parametrize("quantize", tiny_models.CPU_QUANTIZE)
 def test_row_has_the_same_bits_in_chunks_of_every_size(shape: str, quantize: Quantize) -> None:
     check_chunks(shape, quantize, "auto")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("packed_format", FORMATS, ids=str)
+def test_packed_matrices_compute_the_bits_of_dense_ones(library: CDLL, packed_format: PackedFormat, kind: str) -> None:
+    check_packed_bits(library, kind, packed_format, "bfloat16")
 
 
 @pytest.mark.parametrize("case", test_parity_spans.CONFIGS)

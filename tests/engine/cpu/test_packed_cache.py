@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import pytest
 import torch
 
@@ -28,8 +29,12 @@ from model.checkpoint.checkpoint import weights_files
 from model.checkpoint.stored_weights import StoredWeights, find_weights
 from model.checkpoint.tensor_index import version_of
 from model.files import sha256, write_files
+from model.packed_matrix import PackedFormat, PackedMatrix
 from model.weight_formats import Quantize, weight_format
 from model.weights_version import Directory
+from tests.engine.cpu.test_packed_matrices import logits_of
+from tests.support.model.hub_checkpoints import save_reference
+from tests.support.model.quantized_checkpoints import LAYOUTS, quantize_checkpoint
 from tests.support.model.tiny_models import CPU_QUANTIZE, GPT2, kernels, tiny_config, tiny_decoder
 
 pytestmark = pytest.mark.usefixtures("native_library", "one_thread")
@@ -93,6 +98,7 @@ class _Start:
             dtype=dtype,
             blocks=8,
             weight_format=weight_format(dtype, quantize),
+            packed=self,
             restored=restored,
         )
         self.decoder: PackedDecoder = self.executor.decoder
@@ -105,6 +111,15 @@ class _Start:
     def _read(self, name: str, dtype: str) -> Any:
         self.n_read += 1
         return self.weights.read(name, dtype)
+
+    def packed_formats(self, name: str) -> tuple[tuple[PackedFormat, int], ...]:
+        """See PackedWeights."""
+        return self.weights.packed_formats(name)
+
+    def read_packed(self, name: str) -> tuple[PackedMatrix, ...]:
+        """See PackedWeights."""
+        self.n_read += 1
+        return self.weights.read_packed(name)
 
     @property
     def packed(self) -> bytes:
@@ -133,6 +148,23 @@ def test_restored_program_has_the_bits_of_a_packed_one(
     assert first.packed == second.packed and any(first.packed)
     assert first.decoder.memory.used_bytes == second.decoder.memory.used_bytes
     assert [path.stat().st_size for path in _entries(tmp_path / "store")] == [first.decoder.memory.used_bytes]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", ["awq g32", "pack-quantized", "gptq of 8 bits"])
+def test_restored_packed_matrices_compute_the_bits_of_those_in_files(tmp_path: Path, layout: str, dtype: str) -> None:
+    weights, tokens = tmp_path / "weights", [3, 1, 4, 1, 5]
+    save_reference("llama-b", weights, hidden_size=256, intermediate_size=512, head_dim=64, num_attention_heads=4)
+    quantize_checkpoint(weights, *LAYOUTS[layout])
+    first, second = (_Start(weights, tmp_path / "store", dtype=dtype) for _ in range(2))
+    assert not first.is_restored and first.n_read and second.is_restored and not second.n_read
+    assert first.packed == second.packed
+    logits = [logits_of(start.executor, tokens) for start in (first, second)]
+    assert np.array_equal(*logits) and logits[0].std() > 0
+    options: dict[str, Any] = {"dtype": dtype, "blocks": 8}
+    dense = NativeExecutor(kernels(), first.weights.config, first.weights.read, ThreadPool(kernels(), 2), **options)
+    assert np.array_equal(logits_of(dense, tokens), logits[0])
+    assert first.decoder.memory.used_bytes < dense.decoder.memory.used_bytes
 
 
 def test_other_settings_and_kernels_have_other_entries(tmp_path: Path) -> None:

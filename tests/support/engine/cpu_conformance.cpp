@@ -8,8 +8,8 @@
 
 namespace {
 
-constexpr int kHeads = 4, kKvHeads = 2, kHeadWidth = 20, kPaddedHead = 32, kWidth = 70, kMlp = 90, kVocab = 300;
-constexpr int kExpertCount = 11, kChosen = 3, kExpertWidth = 37;
+constexpr int kHeads = 4, kKvHeads = 2, kHeadWidth = 20, kPaddedHead = 32, kVocab = 300;
+constexpr int kExpertCount = 11, kChosen = 3;
 constexpr int kLayers = 2, kCacheBlocks = 24, kContext = 288, kQkvWidth = (kHeads + 2 * kKvHeads) * kHeadWidth;
 
 // Philox, so that inputs do not depend on a standard library.
@@ -57,39 +57,44 @@ uint16_t float16(uint32_t word) {
     return uint16_t(word >> 16 & 0x8000u) | uint16_t(size > bias ? size - bias : 0);
 }
 
-// A small decoder with odd sizes, and its cache. Variants: 0 is like Qwen3, 1 like GPT-2, 2 has parallel residuals, 3 has
+bool is_grouped(bool is_bf16, int format) {
+    return with_format_in(is_bf16, format, []<class W>(W) { return IsGrouped<W>; });
+}
+
+// A small decoder with odd sizes, or in formats of grouped.h with whole groups, and its cache. Variants: 0 is like Qwen3, 1 like GPT-2, 2 has parallel residuals, 3 has
 // sinks, and experts like those of gpt-oss and others in turn.
 class Model {
   public:
     Model(bool is_bf16, int format, int variant, bool has_coded_cache, Pool& pool)
         : is_bf16_(is_bf16), format_(format), largest_(largest_code(is_bf16, format)), pool_(pool) {
+        if (is_grouped(is_bf16, format)) width_ = 96, mlp_ = 384, expert_width_ = 64;
         const bool is_gpt = variant == 1 || variant == 2;
         const int activation = variant == 1 ? kGeluTanh : variant == 2 ? kGelu : kSilu;
-        const int columns[] = {kWidth, kQkvWidth, kHeads * kHeadWidth, kMlp, kHeads * kPaddedHead, kWidth};
+        const int columns[] = {width_, kQkvWidth, kHeads * kHeadWidth, mlp_, kHeads * kPaddedHead, width_};
         for (int i = 0; i < 6; i++) columns_[i] = round_up(columns[i], kPanel);
-        embedding_ = matrix(kVocab, kWidth, 0, false);
+        embedding_ = matrix(kVocab, width_, 0, false);
         for (int layer = 0; layer < kLayers; layer++) {
-            add({.kind = kNorm, .in = kResidual, .out = kNormed, .flag = is_gpt ? kLayer : kRms, .columns = kWidth,
-                 .eps = 1e-5f, .weight = floats(kWidth), .bias = is_gpt ? floats(kWidth) : nullptr});
-            add({.kind = kLinear, .in = kNormed, .out = kQkv, .matrix = matrix(kQkvWidth, kWidth, 0, is_gpt)});
+            add({.kind = kNorm, .in = kResidual, .out = kNormed, .flag = is_gpt ? kLayer : kRms, .columns = width_,
+                 .eps = 1e-5f, .weight = floats(width_), .bias = is_gpt ? floats(width_) : nullptr});
+            add({.kind = kLinear, .in = kNormed, .out = kQkv, .matrix = matrix(kQkvWidth, width_, 0, is_gpt)});
             add({.kind = kRopeCache, .in = kQkv, .layer = layer, .eps = 1e-6f,
                  .weight = is_gpt ? nullptr : floats(kHeadWidth), .bias = is_gpt ? nullptr : floats(kHeadWidth)});
             add({.kind = kAttention, .in = kQueries, .out = kNormed, .layer = layer,
                  .weight = variant == 3 ? floats(kHeads) : nullptr});
             add({.kind = kLinear, .in = kNormed, .out = kResidual, .accumulates = true,
-                 .matrix = matrix(kWidth, kHeads * kHeadWidth, 0, is_gpt)});
-            if (variant == 2) add({.kind = kNorm, .in = kResidual, .out = kParallelNormed, .flag = kCopy, .columns = kWidth});
-            add({.kind = kNorm, .in = kResidual, .out = kNormed, .flag = is_gpt ? kLayer : kRms, .columns = kWidth,
-                 .eps = 1e-5f, .weight = floats(kWidth)});
+                 .matrix = matrix(width_, kHeads * kHeadWidth, 0, is_gpt)});
+            if (variant == 2) add({.kind = kNorm, .in = kResidual, .out = kParallelNormed, .flag = kCopy, .columns = width_});
+            add({.kind = kNorm, .in = kResidual, .out = kNormed, .flag = is_gpt ? kLayer : kRms, .columns = width_,
+                 .eps = 1e-5f, .weight = floats(width_)});
             if (variant == 3) {
                 add_experts(layer);
                 continue;
             }
             add({.kind = kLinear, .in = kNormed, .out = kHidden, .flag = activation, .gated = !is_gpt,
-                 .matrix = matrix(is_gpt ? kMlp : 2 * kMlp, kWidth, is_gpt ? 0 : kMlp, is_gpt)});
+                 .matrix = matrix(is_gpt ? mlp_ : 2 * mlp_, width_, is_gpt ? 0 : mlp_, is_gpt)});
             add({.kind = kLinear, .in = kHidden, .out = kResidual, .accumulates = true,
-                 .matrix = matrix(kWidth, kMlp, 0, is_gpt)});
-            if (variant == 2) add({.kind = kAdd, .in = kParallelNormed, .out = kResidual, .columns = kWidth,
+                 .matrix = matrix(width_, mlp_, 0, is_gpt)});
+            if (variant == 2) add({.kind = kAdd, .in = kParallelNormed, .out = kResidual, .columns = width_,
                                    .accumulates = true});
         }
         const float* rope_table = floats(kContext * 16);
@@ -100,12 +105,12 @@ class Model {
         const size_t head_bytes = has_coded_cache ? kPaddedHead + 2 : kPaddedHead * (is_bf16 ? 2 : 4);
         cache_.resize(size_t(kLayers) * 2 * kCacheBlocks * kKvHeads * kBlock * head_bytes);
         InkShape shape = {.is_bf16 = is_bf16, .n_registers = 6, .query_heads = kHeads, .kv_heads = kKvHeads,
-                          .head_width = kHeadWidth, .width = kWidth, .n_operations = int(operations_.size()),
+                          .head_width = kHeadWidth, .width = width_, .n_operations = int(operations_.size()),
                           .n_groups = 1, .final_norm = kRms, .padded_head = kPaddedHead,
                           .embedding_scale = 1.5f, .soft_cap = is_gpt ? 0.0f : 20.0f, .eps = 1e-5f,
                           .has_coded_cache = has_coded_cache};
-        shape.final_weight = floats(kWidth);
-        shape.position_embeddings = variant == 1 ? floats(kContext * kWidth) : nullptr;
+        shape.final_weight = floats(width_);
+        shape.position_embeddings = variant == 1 ? floats(kContext * width_) : nullptr;
         shape.embedding = shape.head = embedding_;
         group_ = {cache_.data(), kCacheBlocks};
         shape.caches = &group_, shape.register_columns = columns_, shape.operations = operations_.data();
@@ -129,6 +134,8 @@ class Model {
             const int stride = round_up(kVocab, kPanel);
             std::vector<float> logits(size_t(rows) * stride);
             ink_head(executor_, indices.data(), rows, logits.data(), stride);
+            for (const float x : logits)
+                if (!std::isfinite(x)) std::abort();
             digest.add(logits.data(), logits.size());
         }
     }
@@ -138,13 +145,13 @@ class Model {
     // The router has the number format of products.
     void add_experts(int layer) {
         const int score = layer ? kSigmoid : kSoftmaxOfChosen, activation = layer ? kSilu : kSwigluClamped;
-        const InkMatrix* router = matrix(kExpertCount, kWidth, 0, true, false);
+        const InkMatrix* router = matrix(kExpertCount, width_, 0, true, false);
         add({.kind = kRoute, .in = kNormed, .matrix = router, .weight = layer ? floats(kExpertCount) : nullptr,
              .experts = kExpertCount, .chosen = kChosen, .score = score, .normalized = layer, .expert_factor = 1.5f});
         std::vector<InkMatrix> up, down;
         for (int i = 0; i < kExpertCount; i++) {
-            up.push_back(*matrix(2 * kExpertWidth, kWidth, kExpertWidth, !layer));
-            down.push_back(*matrix(kWidth, kExpertWidth, 0, !layer));
+            up.push_back(*matrix(2 * expert_width_, width_, expert_width_, !layer));
+            down.push_back(*matrix(width_, expert_width_, 0, !layer));
         }
         experts_.push_back(up), experts_.push_back(down);
         add({.kind = kExperts, .in = kNormed, .out = kResidual, .flag = activation, .gated = 1, .accumulates = true,
@@ -156,6 +163,7 @@ class Model {
         return floats_.back().data();
     }
     const InkMatrix* matrix(int n_rows, int k, int gate_rows, bool has_bias, bool is_coded = true) {
+        if (is_coded && is_grouped(is_bf16_, format_)) return grouped_matrix(n_rows, k, gate_rows, has_bias);
         const int format = is_coded ? format_ : 0, largest = is_coded ? largest_ : 0;
         const int panels = gate_rows ? (gate_rows + kLanes - 1) / kLanes : (n_rows + kPanel - 1) / kPanel;
         std::vector<char> raw;
@@ -172,12 +180,47 @@ class Model {
         ink_pack(&pool_, raw.data(), n_rows, k, gate_rows, panels, is_bf16_, format, at);
         const float* bias = has_bias ? floats(panels * kPanel) : nullptr;
         const float* scale = largest ? floats(panels * kPanel) : nullptr;
-        matrices_.push_back({at, bias, scale, panels * kPanel, ink_steps(k, is_bf16_, format), format, 0});
+        matrices_.push_back({.packed = at, .bias = bias, .scale = scale, .outputs = panels * kPanel,
+                             .steps = ink_steps(k, is_bf16_, format), .format = format});
+        return &matrices_.back();
+    }
+
+    // The largest group that divides a row, and each kind of scales in turn.
+    const InkMatrix* grouped_matrix(int n_rows, int k, int gate_rows, bool has_bias) {
+        const int panels = gate_rows ? (gate_rows + kLanes - 1) / kLanes : (n_rows + kPanel - 1) / kPanel;
+        const int turn = int(matrices_.size() % 4), kind = std::min(turn, 2);
+        InkMatrix m = {.bias = has_bias ? floats(panels * kPanel) : nullptr, .outputs = panels * kPanel,
+                       .steps = ink_steps(k, is_bf16_, format_), .format = format_, .group = std::min(k & -k, 128),
+                       .scales = kind, .has_offsets = turn % 2};
+        for (int code = 0; code < 16; code++) m.table[code] = int8_t(code * code / 2 - 5 * code);
+        floats_.push_back({256.0f, 0.0f});
+        m.wraps = floats_.back().data();
+        const size_t count = size_t(n_rows) * (k / m.group), units = size_t(n_rows) * ((k + 255) / 256);
+        const auto halves = [](size_t n) {
+            std::vector<uint16_t> made;
+            for (const float x : numbers(n, 0.02f)) made.push_back(float16(bits<uint32_t>(x)));
+            return made;
+        };
+        const auto bytes = [](size_t n) {
+            std::vector<uint8_t> made;
+            for (const float x : numbers(n, 255.0f)) made.push_back(uint8_t(int(x)));
+            return made;
+        };
+        const auto codes = bytes(size_t(n_rows) * k), scale_bytes = bytes(count), offset_bytes = bytes(count);
+        const auto scale_halves = halves(count), scale_units = halves(units), offset_units = halves(units);
+        const auto scale_floats = numbers(count, 0.02f), offset_floats = numbers(count, 0.4f);
+        const void* scales[] = {scale_halves.data(), scale_floats.data(), scale_bytes.data()};
+        const void* offsets[] = {nullptr, offset_floats.data(), offset_bytes.data()};
+        const InkGroups groups = {codes.data(), scales[kind], offsets[kind], scale_units.data(), offset_units.data()};
+        packed_.emplace_back(ink_grouped_bytes(&m, is_bf16_) + 64);
+        m.packed = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(packed_.back().data()) + 63) / 64 * 64);
+        ink_pack_groups(&pool_, &groups, n_rows, gate_rows, is_bf16_, &m);
+        matrices_.push_back(m);
         return &matrices_.back();
     }
 
     bool is_bf16_;
-    int format_, largest_;
+    int format_, largest_, width_ = 70, mlp_ = 90, expert_width_ = 37;
     Pool& pool_;
     const InkMatrix* embedding_;
     int32_t columns_[6];

@@ -111,6 +111,31 @@ inline void widen(const bf16* x, long stride, int rows, int count, float* to) {
         for (int i = 0; i < count; i++) to[i] = to_float(x[i]);
 }
 
+// Adds the products of rows by a block of a panel, whose rows of x are in float32, to sums[row][vector]. next: of the
+// block that follows.
+template <class W>
+void add_tiles(int rows, const float* x, long stride, const char* block, int steps, Ahead next, Floats (*sums)[2]) {
+    const int tiles = (rows + kRowsOfTile - 1) / kRowsOfTile;
+    for (int t = 0; t < tiles; t++) {
+        const int row = rows * t / tiles, count = rows * (t + 1) / tiles - row;
+        add_tile<W>(count, x + row * stride, stride, block, steps, tiles > 1 ? next.part(t, tiles) : next, sums + row);
+    }
+}
+
+// As add_tiles(), of weights of F32, or of Widened<BF16> and x in bfloat16.
+template <class W, class Number>
+void add_float_block(const Number* x, long stride, int rows, const char* block, int steps, Floats* sums) {
+    const auto add = [&](const float* wide, long wide_stride) {
+        add_tiles<W>(rows, wide, wide_stride, block, steps, {}, reinterpret_cast<Floats(*)[2]>(sums));
+    };
+    if constexpr (std::is_same_v<Number, float>) return add(x, stride);
+    else {
+        float wide[kMostProductRows * kBlockNumbers];
+        widen(x, stride, rows, steps * W::kStep, wide);
+        add(wide, kBlockNumbers);
+    }
+}
+
 // See product() in product.h.
 template <class W, class Epilogue>
 void product_in_float_blocks(const typename W::Number* x, long stride, int first, int last, const InkMatrix& m,
@@ -127,20 +152,16 @@ void product_in_float_blocks(const typename W::Number* x, long stride, int first
             const int steps = std::min(kSteps, m.steps - step);
             const typename W::Number* block_x = x + first * stride + step * W::kStep;
             if constexpr (!kIsWide) widen(block_x, stride, rows, steps * W::kStep, wide_x);
-            const auto add_tiles = [&]<class B>(B, const char* block) {
+            const auto add = [&]<class B>(B, const char* block) {
                 const Ahead next = {packed + 2L * kSteps * W::kBytes, 2 * kSteps * W::kBytes / 64, tiles == 1};
-                for (int t = 0; t < tiles; t++) {
-                    const int row = rows * t / tiles, count = rows * (t + 1) / tiles - row;
-                    const Ahead ahead = tiles > 1 ? next.part(t, tiles) : next;
-                    if constexpr (kIsWide) add_tile<B>(count, block_x + row * stride, stride, block, steps, ahead, sums + row);
-                    else add_tile<B>(count, wide_x + row * kBlockNumbers, kBlockNumbers, block, steps, ahead, sums + row);
-                }
+                if constexpr (kIsWide) add_tiles<B>(rows, block_x, stride, block, steps, next, sums);
+                else add_tiles<B>(rows, wide_x, kBlockNumbers, block, steps, next, sums);
             };
             if (kIsFloat32<W> || tiles <= kTilesThatConvert) {
-                add_tiles(W(), packed);
+                add(W(), packed);
             } else {
                 widen<W>(packed, steps, weights);
-                add_tiles(Widened<W>(), reinterpret_cast<const char*>(weights));
+                add(Widened<W>(), reinterpret_cast<const char*>(weights));
             }
         }
         epilogue(first, rows, panel, 1, sums[0]);

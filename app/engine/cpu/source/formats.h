@@ -11,7 +11,8 @@
 //   floats()     the i-th numbers of a step of 16 outputs
 //   quantize()   rounds a row to codes and returns its scale, which is applied to the sums; only if there is a scale
 //   tile()       the same weights for the tiles of tiles.h; without it a product does without tiles
-// An integer format (int8.h) says only how 16 codes are packed and read; Coded does the rest.
+// An integer format (int8.h) says only how 16 codes are packed and read; Coded does the rest. Formats in which columns
+// share scales are other structs, which grouped.h describes.
 #pragma once
 
 #include <algorithm>
@@ -19,37 +20,13 @@
 #include <tuple>
 #include <type_traits>
 
+#include "grouped.h"
 #include "int8.h"
+#include "operands.h"
 #include "tiles.h"
 #include "vectors.h"
 
 namespace ink {
-
-// A step is one number of x.
-struct FloatSteps {
-    using Number = float;
-    static constexpr int kStep = 1;
-    static constexpr int kUnit = 1;  // panels are padded to a multiple of so many steps
-    static constexpr bool kLastFirst = false;
-    using Operand = Floats;
-    INK_INLINE static Operand broadcast(const Number* x) { return *x; }
-    INK_INLINE static Floats add(const Operand& w, const Operand& x, const Floats& sum) { return fma(w, x, sum); }
-};
-
-// A step is a pair of bfloat16 numbers of x.
-struct PairSteps {
-    using Number = bf16;
-    static constexpr int kStep = 2;
-    static constexpr int kUnit = kTileSteps;
-    static constexpr bool kLastFirst = true;
-    using Operand = Words;
-    INK_INLINE static Operand broadcast(const Number* x) {
-        uint32_t pair;
-        std::memcpy(&pair, x, sizeof pair);
-        return pair;
-    }
-    INK_INLINE static Floats add(const Operand& w, const Operand& x, const Floats& sum) { return dot_pairs(w, x, sum); }
-};
 
 struct F32 : FloatSteps {
     static constexpr const char* kName = "float32";
@@ -171,8 +148,15 @@ struct Stored {
     using In = std::conditional_t<std::is_same_v<X, F32>, Wide, X>;
 };
 
+// Integers of 4 or 8 bits in groups of columns that share a scale.
+template <int BITS>
+struct Grouped {
+    template <class X>
+    using In = std::conditional_t<std::is_same_v<X, F32>, GroupedFloats<BITS>, GroupedPairs<BITS>>;
+};
+
 // All formats. A format's number is its place; ink_format() tells Python.
-using Formats = std::tuple<Unquantized, Coded<Int8>, Stored<WideBF16>, Stored<WideF16>>;
+using Formats = std::tuple<Unquantized, Coded<Int8>, Stored<WideBF16>, Stored<WideF16>, Grouped<4>, Grouped<8>>;
 constexpr int kFormats = std::tuple_size_v<Formats>;
 
 // f(the struct of format number `format` in products of X).

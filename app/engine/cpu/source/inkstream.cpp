@@ -36,16 +36,37 @@ int ink_steps(int k, int is_bf16, int format) {
     return with_format_in(is_bf16, format, [&]<class W>(W) { return (k + W::kStep - 1) / W::kStep; });
 }
 
+// 0 for a format of grouped.h.
 long ink_packed_bytes(int panels, int k, int is_bf16, int format) {
     return with_format_in(is_bf16, format, [&]<class W>(W) {
-        return panels * panel_bytes<W>(ink_steps(k, is_bf16, format));
+        if constexpr (IsGrouped<W>) return 0L;
+        else return panels * panel_bytes<W>(ink_steps(k, is_bf16, format));
+    });
+}
+
+// Bytes of a matrix whose format is one of grouped.h; its address is not needed.
+long ink_grouped_bytes(const InkMatrix* matrix, int is_bf16) {
+    return with_format_in(is_bf16, matrix->format, [&]<class W>(W) {
+        if constexpr (IsGrouped<W>) return matrix->outputs / kPanel * grouped_panel_bytes<W>(*matrix);
+        else return 0L;
     });
 }
 
 void ink_pack(void* pool, const void* from, int n_rows, int k, int gate_rows, int panels, int is_bf16, int format, void* to) {
     with_format_in(is_bf16, format, [&]<class W>(W) {
-        const auto* stored = static_cast<const typename W::Stored*>(from);
-        pack<W>(*static_cast<Pool*>(pool), stored, n_rows, k, gate_rows, panels, static_cast<char*>(to));
+        if constexpr (!IsGrouped<W>) {
+            const auto* stored = static_cast<const typename W::Stored*>(from);
+            pack<W>(*static_cast<Pool*>(pool), stored, n_rows, k, gate_rows, panels, static_cast<char*>(to));
+        }
+    });
+}
+
+// Packs a matrix whose format is one of grouped.h to its address. gate_rows: see pack().
+void ink_pack_groups(void* pool, const InkGroups* from, int n_rows, int gate_rows, int is_bf16, const InkMatrix* to) {
+    with_format_in(is_bf16, to->format, [&]<class W>(W) {
+        if constexpr (IsGrouped<W>)
+            pack_groups<W>(*static_cast<Pool*>(pool), *from, n_rows, *to,
+                           [=](int panel, int output) { return source_row(panel, output, n_rows, gate_rows); });
     });
 }
 

@@ -8,12 +8,23 @@
 extern "C" {
 
 // A packed matrix. The matrices of a layer's experts are consecutive. bias and scale have one number for each output,
-// or are null. format: see ink_format().
+// or are null. format: see ink_format(). What follows it is for the formats of grouped.h, and 0 in others.
 struct InkMatrix {
     const void* packed;
     const float *bias, *scale;
+    const InkMatrix* next;   // the outputs that follow these, which are whole panels, in another format; or null
+    const float* wraps;      // what is added to bytes below 0 that are multiples, of scales and of offsets: 0 or 256
     int32_t outputs, steps;  // outputs in whole panels
-    int32_t format, unused;
+    int32_t format, group;   // group: columns that share a scale: 16, 32, 64 or 128
+    int32_t scales, has_offsets;  // scales: see ScaleKind in grouped.h
+    int8_t table[16];        // the integers of codes of 4 bits
+};
+
+// The arrays of a PackedMatrix (model/packed_matrix.py), row by row: what ink_pack_groups() reads.
+struct InkGroups {
+    const uint8_t* codes;
+    const void *scales, *offsets;  // float16, float32, or bytes that multiply the units; offsets may be null
+    const uint16_t *scale_units, *offset_units;  // float16; null where nothing is multiplied
 };
 
 // As Kind in model/decoder_program.py.

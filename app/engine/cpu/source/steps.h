@@ -166,22 +166,32 @@ class Decoder : public Executor {
 
     // Reads rows of the embedding from the packed panels, so that a tied LM head needs no second copy.
     void embed(int64_t token, int row) {
-        const InkMatrix& m = *shape_.embedding;
-        with_format<W>(m.format, [&]<class P>(P) { embed_from<P>(m, token, row); });
+        const InkMatrix* m = shape_.embedding;
+        for (; token >= m->outputs; m = m->next) token -= m->outputs;
+        with_format<W>(m->format, [&]<class P>(P) {
+            const char* panel = static_cast<const char*>(m->packed) + token / kPanel * panel_bytes<P>(*m);
+            const float scale = shape_.embedding_scale * (m->scale ? m->scale[token] : 1.0f);
+            const int output = token % kPanel;
+            if constexpr (IsGrouped<P>) {
+                const GroupLayout layout(*m, P::kBits);
+                embed_from(scale, row, [&](int i) { return grouped_number<P>(*m, layout, panel, i, output); });
+            } else {
+                const char* column = panel + output / kLanes * P::kBytes;
+                embed_from(scale, row, [&](int i) {
+                    return P::floats(column + 2L * (i / P::kStep) * P::kBytes, i % P::kStep)[output % kLanes];
+                });
+            }
+        });
     }
 
-    template <class P>
-    void embed_from(const InkMatrix& m, int64_t token, int row) {
-        const int lane = token % kLanes;
-        const char* column = static_cast<const char*>(m.packed) + token / kPanel * panel_bytes<P>(m.steps) +
-                             token % kPanel / kLanes * P::kBytes;
-        const float scale = shape_.embedding_scale * (m.scale ? m.scale[token] : 1.0f);
+    // number(i): the i-th number of a token's embedding.
+    template <class F>
+    void embed_from(float scale, int row, F number) {
         const float* table = shape_.position_embeddings;
         const float* position_embedding = table ? table + long(rows_[row].position) * shape_.width : nullptr;
         float* to = floats(kResidual, row);
         for (int i = 0; i < shape_.width; i++) {
-            const float number = P::floats(column + 2L * (i / P::kStep) * P::kBytes, i % P::kStep)[lane];
-            to[i] = number * scale + (position_embedding ? position_embedding[i] : 0.0f);
+            to[i] = number(i) * scale + (position_embedding ? position_embedding[i] : 0.0f);
         }
         // Products also read the padding, where an earlier step may have left NaN (0 * inf).
         std::fill(to + shape_.width, to + shape_.register_columns[kResidual], 0.0f);
@@ -219,11 +229,26 @@ class Decoder : public Executor {
 
     // A task is a pair of panels, and with many rows a block of rows that fits the L2 cache.
     static int row_blocks(int n_rows) { return (n_rows + kMostProductRows - 1) / kMostProductRows; }
-    static int panel_pairs(const InkMatrix& m) { return (m.outputs / kPanel + 1) / 2; }
+    static int all_outputs(const InkMatrix& m) { return m.outputs + (m.next ? all_outputs(*m.next) : 0); }
+    static int panel_pairs(const InkMatrix& m) { return (all_outputs(m) / kPanel + 1) / 2; }
     static int product_tasks(const InkMatrix& m, int n_rows) { return row_blocks(n_rows) * panel_pairs(m); }
 
     template <class F>
     void multiply_task(const InkMatrix& m, const Number* x, long stride, int first, int end, int task, F& finish) {
+        const int pairs = panel_pairs(m), block = task / pairs, blocks = row_blocks(end - first), panel = task % pairs * 2;
+        const int from = first + (end - first) * block / blocks, to = first + (end - first) * (block + 1) / blocks;
+        // The panels of a pair may be in two parts of the matrix.
+        int before = 0;
+        for (const InkMatrix* part = &m; part; before += part->outputs / kPanel, part = part->next) {
+            const int begin = std::max(panel - before, 0), stop = std::min(panel + 2 - before, part->outputs / kPanel);
+            if (begin < stop) multiply_panels(*part, x, stride, from, to, begin, stop, before * kPanel, finish);
+        }
+    }
+
+    // Rows [first, end) by panels [panel, stop) of a part, in front of which the matrix has `outputs_before` outputs.
+    template <class F>
+    void multiply_panels(const InkMatrix& m, const Number* x, long stride, int first, int end, int panel, int stop,
+                         int outputs_before, F& finish) {
         const auto epilogue = [&](int row, int rows, int panel, int panels, const Floats* sums) {
             const auto [scale, bias, to] = std::tuple(m.scale, m.bias, finish);  // no store below changes a copy
             for (int r = 0; r < rows; r++)
@@ -231,13 +256,11 @@ class Decoder : public Executor {
                     Floats a = *sums++, b = *sums++;
                     if (scale) a *= load(scale + output), b *= load(scale + output + kLanes);
                     if (bias) a += load(bias + output), b += load(bias + output + kLanes);
-                    to(row + r, output, a, b);
+                    to(row + r, outputs_before + output, a, b);
                 }
         };
-        const int block = task / panel_pairs(m), blocks = row_blocks(end - first), panel = task % panel_pairs(m) * 2;
-        const int from = first + (end - first) * block / blocks, to = first + (end - first) * (block + 1) / blocks;
         with_format<W>(m.format, [&]<class P>(P) {
-            product<P>(x, stride, from, to, m, panel, std::min(panel + 2, m.outputs / kPanel), std::ref(epilogue));
+            product<P>(x, stride, first, end, m, panel, stop, std::ref(epilogue));
         });
     }
 

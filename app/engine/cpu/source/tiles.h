@@ -51,10 +51,11 @@ INK_INLINE void store_sums(void* to, long row_bytes) {
     _tile_stored(3, at + 192, row_bytes);
 }
 
-// Up to 32 rows by one panel, or up to 16 rows by two. sums: [rows][panels][2] vectors.
+// Up to 32 rows by one panel, or up to 16 rows by two. sums: [rows][panels][2] vectors; with `accumulates`, the
+// products are added to them.
 template <class W>
 void multiply_tiles(const bf16* x, long stride, int rows, const char* panel, long panel_bytes, int panels, int steps,
-                    Floats* sums) {
+                    Floats* sums, bool accumulates = false) {
     constexpr long kBytes = 2 * kTileSteps * W::kBytes;
     alignas(64) bf16 padded[2 * kTileRows][2 * kTileSteps];
     alignas(64) char buffer[2 * kTileSteps * 64];
@@ -62,7 +63,18 @@ void multiply_tiles(const bf16* x, long stride, int rows, const char* panel, lon
     const auto prefetch_half = [](const char* weights) {
         for (int i = 0; i < kBytes / 2; i += 64) __builtin_prefetch(weights + kBytes + i);
     };
+    Floats* others = sums + (rows > kTileRows ? 2 * kTileRows : 2);
+    const bool has_others = rows > kTileRows || panels > 1;
     zero_sums();
+    if (accumulates) {
+        std::atomic_signal_fence(std::memory_order_seq_cst);
+        _tile_loadd(0, sums, panels * 128);
+        _tile_loadd(1, sums + 1, panels * 128);
+        if (has_others) {
+            _tile_loadd(2, others, panels * 128);
+            _tile_loadd(3, others + 1, panels * 128);
+        }
+    }
     for (int s = 0; s < steps; s += kTileSteps, panel += kBytes) {
         const bf16* from = x + 2 * s;
         long row_numbers = stride;
@@ -95,19 +107,17 @@ void multiply_tiles(const bf16* x, long stride, int rows, const char* panel, lon
             _tile_dpbf16ps(3, 4, 7);
         }
     }
-    Floats* others = sums + (rows > kTileRows ? 2 * kTileRows : 2);
     _tile_stored(0, sums, panels * 128);
     _tile_stored(1, sums + 1, panels * 128);
-    if (rows <= kTileRows && panels == 1) return;
+    if (!has_others) return;
     _tile_stored(2, others, panels * 128);
     _tile_stored(3, others + 1, panels * 128);
 }
 
-// One row by P panels, with the bits of multiply_tiles(). It reads weights faster, in the order of memory.
+// Adds the products of one row by P panels to sums. See multiply_alone().
 template <class W, int P>
 __attribute__((noinline)) void multiply_row(const bf16* x, const char* panel, long panel_bytes, int steps,
                                             Floats* sums) {
-    std::fill(sums, sums + 2 * P, Floats{});
     for (int s = 0; s < steps; s += kTileSteps) {
         alignas(64) uint32_t pairs[kLanes] = {};
         if (s + kTileSteps <= steps) std::memcpy(pairs, x + 2 * s, sizeof pairs);
@@ -126,6 +136,33 @@ __attribute__((noinline)) void multiply_row(const bf16* x, const char* panel, lo
     }
 }
 
+// Adds the products of one row by up to two panels to sums, with the bits of multiply_tiles(). It reads weights faster,
+// in the order of memory.
+template <class W>
+void multiply_alone(const bf16* x, const char* panel, long panel_bytes, int panels, int steps, Floats* sums) {
+    const unsigned mode = _mm_getcsr();
+    _mm_setcsr(mode | _MM_FLUSH_ZERO_ON | 0x40);  // and subnormal inputs are zeros
+    const auto multiply = panels == 2 ? multiply_row<W, 2> : multiply_row<W, 1>;
+    multiply(x, panel, panel_bytes, steps, sums);
+    _mm_setcsr(mode);
+}
+
+// Tiles for multiply_tiles() with so many rows.
+inline void configure_for(int rows) {
+    configure_tiles(std::min(rows, kTileRows), rows > kTileRows ? rows - kTileRows : rows);
+}
+
+// Adds the products of rows by a block of a panel to sums [rows][2]. The block has whole tiles: zeros follow its steps.
+template <class W>
+void add_in_tiles(const bf16* x, long stride, int rows, const char* block, int steps, Floats* sums) {
+    if (rows == 1) return multiply_alone<W>(x, block, 0, 1, steps, sums);
+    for (int row = 0, count = 0; row < rows; row += count) {
+        if (const int left = std::min(2 * kTileRows, rows - row); left != count) configure_for(count = left);
+        multiply_tiles<W>(x + row * stride, stride, count, block, 0, 1, steps, sums + 2 * row, true);
+    }
+    _tile_release();
+}
+
 // See product() in product.h.
 template <class W, class Epilogue>
 void product_in_tiles(const bf16* x, long stride, int first, int last, const InkMatrix& m, long panel_bytes, int panel,
@@ -133,18 +170,15 @@ void product_in_tiles(const bf16* x, long stride, int first, int last, const Ink
     Floats sums[4 * kTileRows];
     for (int row = first, rows; row < last; row += rows) {
         rows = std::min(2 * kTileRows, last - row);
-        if (rows > 1) configure_tiles(std::min(rows, kTileRows), rows > kTileRows ? rows - kTileRows : rows);
+        if (rows > 1) configure_for(rows);
         for (int p = panel, n; p < end; p += n) {
             n = rows > kTileRows ? 1 : std::min(2, end - p);
             const char* packed = static_cast<const char*>(m.packed) + p * panel_bytes;
             if (rows > 1) {
                 multiply_tiles<W>(x + row * stride, stride, rows, packed, panel_bytes, n, m.steps, sums);
             } else {
-                const unsigned mode = _mm_getcsr();
-                _mm_setcsr(mode | _MM_FLUSH_ZERO_ON | 0x40);  // and subnormal inputs are zeros
-                const auto multiply = n == 2 ? multiply_row<W, 2> : multiply_row<W, 1>;
-                multiply(x + row * stride, packed, panel_bytes, m.steps, sums);
-                _mm_setcsr(mode);
+                std::fill_n(sums, 2 * n, Floats{});
+                multiply_alone<W>(x + row * stride, packed, panel_bytes, n, m.steps, sums);
             }
             epilogue(row, rows, p, n, sums);
         }
