@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import replace
@@ -22,6 +23,7 @@ from app.engine.guided.grammar_tracker import GrammarTracker
 from app.engine.memory.memory_plan import BlockBudget, CacheShape, blocks_on_cpu
 from model.checkpoint.stored_weights import StoredWeights
 from model.machine import describe_cpu, has_native_bfloat16, may_have_gpu
+from model.packed_matrix import PackedFormat
 from model.parameter_shapes import parameter_shapes
 from model.weight_formats import needs_gpu, weight_format
 
@@ -135,6 +137,7 @@ class CppBackend:
             blocks=blocks,
             weight_format=weight_format(dtype, self._config.quantize),
             stored_format=self._weights.stored_format,
+            packed=self._weights,
             kv_cache=self._cache_shape.kv_cache,
             restored=restored,
         )
@@ -153,15 +156,28 @@ def packed_bytes(weights: StoredWeights, dtype: str, config: WorkerConfig) -> in
     """Bytes of the weights in the C++ kernels."""
     if config.quantize == "none":
         return weights.stored_bytes(dtype)
-    return weight_format(dtype, config.quantize).n_bytes(weights.n_params)
+    n_rounded, n_bytes, shapes = weights.n_params, 0, parameter_shapes(weights.config)
+    for name in weights.mappings:
+        if formats := weights.packed_formats(name):
+            n_rounded -= math.prod(shapes[name])
+            n_bytes += sum(each.n_bytes(rows, shapes[name][-1]) for each, rows in formats)
+    return n_bytes + weight_format(dtype, config.quantize).n_bytes(n_rounded)
 
 
 def _matrix_kinds(weights: StoredWeights, dtype: str, config: WorkerConfig) -> list[str]:
-    """Kinds of format that matrices have in the C++ kernels."""
-    if config.quantize != "none":
-        return [config.quantize]
-    matrices = (name for name, shape in parameter_shapes(weights.config).items() if len(shape) > 1)
-    return sorted({weights.stored_format(name, dtype) for name in matrices})
+    """Kinds of format that matrices have in the C++ kernels, and bits and group of packed ones."""
+    kinds = set[str]()
+    for name, shape in parameter_shapes(weights.config).items():
+        if formats := weights.packed_formats(name):
+            kinds.update(packed_kind(each) for each, _ in formats)
+        elif len(shape) > 1:
+            kinds.add(weights.stored_format(name, dtype) if config.quantize == "none" else config.quantize)
+    return sorted(kinds)
+
+
+def packed_kind(packed_format: PackedFormat) -> str:
+    """The name of a packed format in numerics and the log."""
+    return f"int{packed_format.bits}-g{packed_format.group}"
 
 
 def full_numerics(

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from app.common.ipc import WorkerConfig
-from app.engine.backends import full_numerics
+from app.engine.backends import _matrix_kinds, full_numerics, packed_bytes
 from app.engine.memory.memory_plan import CacheShape
 from model.checkpoint.stored_numbers import NUMBER_FORMATS
+from model.checkpoint.stored_weights import find_weights
+from model.parameter_shapes import parameter_shapes
 from model.weight_formats import KINDS, QUANTIZE, Quantize, WeightFormat, needs_gpu, weight_format
+from tests.support.model.hub_checkpoints import save_reference
+from tests.support.model.quantized_checkpoints import LAYOUTS, quantize_checkpoint
 from tests.support.model.tiny_models import kernels, tiny_config
 
 DTYPES = ("float32", "bfloat16")
@@ -79,3 +84,23 @@ def test_numerics_end_in_the_number_format_and_the_value_of_quantize(quantize: Q
     assert full_numerics("native3-avx2", wide, config, kinds=["bfloat16", "float32"]) == "native3-avx2-float32-bfloat16"
     coded = replace(shape, kv_cache="int8")
     assert full_numerics("native3-amx", coded, config) == f"native3-amx-bfloat16{suffix}-kv_int8", "other bits"
+
+
+def test_numerics_name_bits_and_group_of_packed_matrices_once(tmp_path: Path) -> None:
+    """Beside the format of dense matrices; --quantize rounds only those."""
+    save_reference("llama-b", tmp_path, hidden_size=256, intermediate_size=512, head_dim=64, num_attention_heads=4)
+    quantize_checkpoint(tmp_path, *LAYOUTS["gptq v2 g32"])
+    weights = find_weights(tmp_path)
+    kinds = {
+        quantize: _matrix_kinds(weights, "bfloat16", WorkerConfig(weights="", quantize=quantize))
+        for quantize in ("none", "int8")
+    }
+    assert kinds == {"none": ["bfloat16", "int4-g32"], "int8": ["int4-g32", "int8"]}
+    sizes = {"context": 256, "block_size": 16, "max_running": 1, "tokens_per_step": 64}
+    shape, config = CacheShape(shape=tiny_config(), dtype="bfloat16", **sizes), WorkerConfig(weights="")
+    assert full_numerics("native3-amx", shape, config, kinds=kinds["none"]) == "native3-amx-bfloat16-int4-g32"
+    sizes_of = {name: math.prod(shape) for name, shape in parameter_shapes(weights.config).items()}
+    n_dense = sum(size for name, size in sizes_of.items() if not weights.packed_formats(name))
+    quantized = packed_bytes(weights, "bfloat16", WorkerConfig(weights="", quantize="int8"))
+    assert 0 < n_dense < weights.n_params / 2
+    assert packed_bytes(weights, "bfloat16", config) - quantized == n_dense, "a byte less for each dense number"
