@@ -53,7 +53,7 @@ from app.guided.grammar import grammar_from
 from benchmarks.common import alternate, command_line, median_of, print_result
 from benchmarks.engine_driver import cancel_all, random_prompt, request, run_until_decoding
 from benchmarks.gpu.engines import emulated_engine
-from benchmarks.shapes import SHAPES, parameter_reader
+from benchmarks.shapes import PACKED, SHAPES, RandomPacked, parameter_reader
 from model.checkpoint.config_file import load_config
 from model.config import ModelConfig
 from model.files import one_line
@@ -64,7 +64,7 @@ from model.weight_formats import WeightFormat
 
 T = TypeVar("T")
 KERNELS = ("native", "torch")
-STORED = ("float32", "bfloat16", "int8")
+STORED = ("float32", "bfloat16", "int8", *PACKED)
 """Weights of `operations` and `levels`."""
 CONTEXT_TOKENS = 200
 LEVEL_STEPS = ("1 rows", "8 rows", "32 rows", "prompt")
@@ -303,6 +303,7 @@ class DecodeSteps:
         if (dtype, stored) == ("bfloat16", "float32"):
             raise ValueError("weights in float32 are computed in float32: give --dtype float32")
         decoder = Decoder(config).initialize(0).to(torch.bfloat16).requires_grad_(False)
+        is_number = stored in ITEM_BYTES
         loaded, self._length = load_library(library), min(CONTEXT_TOKENS, config.context - 1)
         blocks, read = max(rows * (self._length // BLOCK + 1), -(-config.context // BLOCK)), parameter_reader(decoder)
         pool = ThreadPool(loaded, threads)
@@ -314,7 +315,8 @@ class DecodeSteps:
             dtype=dtype,
             blocks=blocks,
             weight_format=WeightFormat(kind="int8") if stored == "int8" else None,
-            stored_format=lambda _name, computed: computed if stored == "int8" else stored,
+            stored_format=lambda _name, computed: stored if is_number else computed,
+            packed=RandomPacked(config, PACKED[stored]) if stored in PACKED else None,
         )
         self._config, self.names = config, self._executor.decoder.names
 

@@ -7,6 +7,7 @@ those of a trained model: with flat ones the next token would depend on the last
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -14,6 +15,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
@@ -26,6 +28,8 @@ from model.config import LayerKind, ModelConfig, Rope
 from model.families.registry import NATIVE, read_config, write_config
 from model.nn.transformer import Decoder
 from model.number_formats import Array
+from model.packed_matrix import SIGNED_CODES, GroupNumbers, PackedFormat, PackedMatrix
+from model.parameter_shapes import parameter_shapes
 from model.tokenizer.tokenizer import Tokenizer
 
 SMOLLM2 = "smollm2"
@@ -222,6 +226,50 @@ def parameter_reader(decoder: Decoder) -> Callable[[str, str], Array]:
         return array
 
     return read
+
+
+PACKED_GROUP = 32
+PACKED = {
+    f"int{bits}-g{PACKED_GROUP}": PackedFormat(
+        bits=bits, group=PACKED_GROUP, scales="float16", has_offsets=False, table=SIGNED_CODES if bits == 4 else ()
+    )
+    for bits in (4, 8)
+}
+"""Formats of RandomPacked by name: as Q4_0 and Q8_0 of GGUF."""
+
+
+class RandomPacked:
+    """Random matrices in one packed format, which preserve the scale of their input; others are dense."""
+
+    def __init__(self, config: ModelConfig, packed_format: PackedFormat) -> None:
+        """Raises ValueError if a matrix has no whole groups."""
+        dense, self._format = ("router", "position", "bias"), packed_format
+        shapes = parameter_shapes(config).items()
+        self._shapes = {
+            name: shape for name, shape in shapes if len(shape) > 1 and not any(word in name for word in dense)
+        }
+        for name, (*_, columns) in self._shapes.items():
+            if columns % packed_format.group:
+                raise ValueError(f"{name} has {columns} columns, no multiple of {packed_format.group}")
+
+    def packed_formats(self, name: str) -> tuple[tuple[PackedFormat, int], ...]:
+        """See PackedWeights of app/engine/cpu/packed_decoder.py."""
+        return ((self._format, math.prod(self._shapes[name][:-1])),) if name in self._shapes else ()
+
+    def read_packed(self, name: str) -> tuple[PackedMatrix, ...]:
+        """See packed_formats()."""
+        random, bits = np.random.default_rng(0), self._format.bits
+        *_, columns = self._shapes[name]
+        rows = math.prod(self._shapes[name][:-1])
+        codes = np.frombuffer(random.bytes(rows * columns * bits // 8), np.uint8 if bits == 4 else np.int8)
+        scales = random.uniform(0.5, 1.5, (rows, columns // self._format.group)) * columns**-0.5 / 2 ** (bits - 2)
+        return (
+            PackedMatrix(
+                format=self._format,
+                codes=codes.reshape(rows, -1),
+                scales=GroupNumbers(values=scales.astype(np.float16)),
+            ),
+        )
 
 
 def random_state(config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
