@@ -92,9 +92,10 @@ def _backend(ready: Ready) -> str:
 def _formats(ready: Ready, settings: Settings) -> str:
     if ready.weights in ("", ready.dtype):
         return ready.dtype
+    bits = f", {ready.weight_bits:.3g} bits per weight" if ready.weight_bits else ""
     is_chosen = settings.dtype == "auto" and ready.dtype == "float32"
     reason = " (the device does not multiply bfloat16)" if is_chosen else ""
-    return f"{ready.weights} weights, computed in {ready.dtype}{reason}"
+    return f"{ready.weights} weights{bits}, computed in {ready.dtype}{reason}"
 
 
 def _reach(settings: Settings) -> str:

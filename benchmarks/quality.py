@@ -30,7 +30,7 @@ from model.files import one_line
 from model.nn.reference import logits
 from model.nn.transformer import Decoder
 from model.tokenizer.tokenizer import Tokenizer
-from model.weight_formats import QUANTIZE, WeightFormat, needs_gpu
+from model.weight_formats import QUANTIZE, needs_gpu
 
 Windows = Sequence[tuple[int, ...]]
 Scorer = Callable[[Windows], Iterable[float]]
@@ -81,7 +81,7 @@ def _variants(weights: Path, decoder: Decoder) -> Iterator[tuple[str, Scorer]]:
                     kv_cache=kv_cache,
                 )
                 yield " ".join((kernels, dtype, *formats)), partial(_score, build_engine(config).engine)
-    quantize_decoder(decoder, WeightFormat(kind="fp8"))
+    quantize_decoder(decoder)
     yield "emulated bfloat16 fp8", partial(_score_by_reference, decoder)
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from benchmarks import smollm2
 from benchmarks.prompts import pseudo_prose
+from model.checkpoint.checkpoint import TorchFormat
 from model.checkpoint.config_file import load_config
 from model.checkpoint.stored_weights import StoredWeights
 from model.config import LayerKind, ModelConfig, Rope
@@ -190,10 +191,24 @@ class WeightsInMemory(StoredWeights):
 
     def state(self, target: Any, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """See StoredWeights; `target` is a TorchFormat."""
-        assert names is None, "the C++ kernels read weights from files"
         if self.given is None:
-            return random_state(self.config, device=target.device, dtype=target.dtype)
-        return {name: tensor.to(target.device, target.dtype) for name, tensor in self.given.items()}
+            return random_state(self.config, device=target.device, dtype=target.dtype, names=names)
+        chosen = self.given if names is None else {name: self.given[name] for name in names}
+        return {name: tensor.to(target.device, target.dtype) for name, tensor in chosen.items()}
+
+    def read(self, name: str, dtype: str) -> Array:
+        """See StoredWeights. Quantization reads; on a GPU, random numbers are others than those of state()."""
+        (tensor,) = self.state(TorchFormat(torch.device("cpu"), getattr(torch, dtype)), (name,)).values()
+        array: Array = (tensor.view(torch.uint16) if dtype == "bfloat16" else tensor).numpy()
+        return array
+
+    def packed_formats(self, _name: str) -> tuple[tuple[PackedFormat, int], ...]:
+        """See StoredWeights: none is packed."""
+        return ()
+
+    def stored_format(self, _name: str, dtype: str) -> str:
+        """See StoredWeights: the tensors have the format that is asked for."""
+        return dtype
 
 
 def weights_in_memory(config: ModelConfig, tensors: Mapping[str, Tensor] | None = None) -> WeightsInMemory:
@@ -272,13 +287,18 @@ class RandomPacked:
         )
 
 
-def random_state(config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Always the same on the same device; takes no more memory than the tensors themselves."""
-    generator = torch.Generator(device).manual_seed(0)
+def random_state(
+    config: ModelConfig, *, device: torch.device, dtype: torch.dtype, names: Iterable[str] | None = None
+) -> dict[str, Tensor]:
+    """Always the same on the same device; takes no more memory than the tensors themselves. names: all by default."""
+    wanted = None if names is None else {*names}
     with torch.device("meta"):
         shapes = {name: tensor.shape for name, tensor in Decoder(config).named_parameters()}
     state = {}
-    for name, shape in shapes.items():
+    for seed, (name, shape) in enumerate(shapes.items()):
+        if wanted is not None and name not in wanted:
+            continue
+        generator = torch.Generator(device).manual_seed(seed)
         mean, deviation = 0.0, 0.1
         if len(shape) > 1:
             deviation = _SPREAD * config.width**-0.5 if "embedding" in name or "head" in name else shape[-1] ** -0.5

@@ -18,14 +18,20 @@ Shape legend: R rows, C columns, G groups of a row, U units of a row, N = R G gr
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 
+from model.config import ModelConfig
+from model.decoder_program import Kind, Operation, decoder_program, encoder_program
 from model.number_formats import Array, all_finite
 from model.packed_matrix import UNIT_COLUMNS, GroupNumbers, PackedFormat, PackedMatrix, packed_codes
+from model.parameter_shapes import parameter_shapes
+from model.weight_formats import Quantize
 
 QuantizedKind = Literal["int8", "int4"]
 INT4_TABLE = tuple(range(-15, 16, 2))
@@ -48,6 +54,11 @@ _NEIGHBORS = ((1, 0), (-1, 0), (0, 1), (0, -1))
 """Changes of the bytes of scale and offset."""
 
 
+def packed_kind(quantize: Quantize) -> QuantizedKind | None:
+    """The kind of packed matrices that this value of --quantize makes; None if it makes none."""
+    return quantize if quantize == "int8" or quantize == "int4" else None
+
+
 def packed_format(columns: int, kind: QuantizedKind) -> PackedFormat | None:
     """The format of a quantized matrix of so many columns; None if no group divides them."""
     group = next((each for each in _GROUPS if not columns % each), None)
@@ -56,6 +67,95 @@ def packed_format(columns: int, kind: QuantizedKind) -> PackedFormat | None:
     if kind == "int8":
         return PackedFormat(bits=8, group=group, scales="float16", has_offsets=False)
     return PackedFormat(bits=4, group=group, scales="multiples", has_offsets=True, table=INT4_TABLE)
+
+
+def quantized_formats(config: ModelConfig, kind: QuantizedKind) -> dict[str, PackedFormat | None]:
+    """The packed_format() of each matrix of a decoder by its name: None if it is not quantized.
+
+    Embedding and head are int8 in either kind: they decide about every token. A router is no such matrix: with rounded
+    logits it would choose other experts. Nor are tables of positions.
+    """
+    formats: dict[str, PackedFormat | None] = {}
+    for operation in (*encoder_program(config), *decoder_program(config)):
+        for name, shape in _matrices(operation):
+            is_outer = operation.kind in (Kind.EMBED, Kind.HEAD)
+            formats[name] = packed_format(shape[-1], "int8" if is_outer else kind)
+    return formats
+
+
+def describe_unquantized(config: ModelConfig, kind: QuantizedKind) -> str | None:
+    """Log message about matrices that are not quantized because of their columns; None if there are none."""
+    formats, shapes = quantized_formats(config, kind), parameter_shapes(config)
+    dense = [name for name, stored in formats.items() if stored is None]
+    if not dense:
+        return None
+    sizes = ", ".join(sorted({" x ".join(map(str, shapes[name])) for name in dense}))
+    return (
+        f"{len(dense)} of {len(formats)} matrices are not quantized: {kind} requires columns that {_GROUPS[-1]} "
+        f"divides, and their sizes are {sizes}"
+    )
+
+
+def _matrices(operation: Operation) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of the matrices that may be quantized."""
+    match operation.kind:
+        case Kind.LINEAR | Kind.HEAD | Kind.EMBED:
+            yield operation.weights[0]
+        case Kind.CROSS_ATTENTION:
+            yield from (weight for weight in operation.weights if len(weight.shape) == 2)
+        case Kind.EXPERTS:
+            yield from (weight for weight in operation.weights if len(weight.shape) == 3)
+
+
+class PackedWeights(Protocol):
+    """Parameters of a decoder by their names, of which some are packed: StoredWeights, or those of --quantize."""
+
+    def packed_formats(self, name: str, /) -> tuple[tuple[PackedFormat, int], ...]:
+        """Format and rows of each part of a parameter, which follow each other; none if its numbers are stored."""
+        ...
+
+    def read_packed(self, name: str, /) -> tuple[PackedMatrix, ...]:
+        """The parts of a parameter; the rows of all experts follow each other. Raises ValueError."""
+        ...
+
+    def read(self, name: str, dtype: str, /) -> Array:
+        """The numbers of a parameter in float32 or bfloat16 (as uint16). Raises ValueError."""
+        ...
+
+
+class QuantizedWeights:
+    """PackedWeights of which the matrices are quantized as they are read, except those that files have packed."""
+
+    def __init__(self, source: PackedWeights, config: ModelConfig, kind: QuantizedKind) -> None:
+        self._source, self._kind, self._shapes = source, kind, parameter_shapes(config)
+        formats = quantized_formats(config, kind).items()
+        self._formats = {name: stored for name, stored in formats if stored and not source.packed_formats(name)}
+
+    def packed_formats(self, name: str) -> tuple[tuple[PackedFormat, int], ...]:
+        """See PackedWeights."""
+        if stored := self._formats.get(name):
+            return ((stored, math.prod(self._shapes[name][:-1])),)
+        return self._source.packed_formats(name)
+
+    def read_packed(self, name: str) -> tuple[PackedMatrix, ...]:
+        """See PackedWeights."""
+        if stored := self._formats.get(name):
+            return (self._quantized(name, "int8" if stored.bits == 8 else "int4"),)
+        return self._source.read_packed(name)
+
+    def read(self, name: str, dtype: str) -> Array:
+        """See PackedWeights; of a quantized parameter the numbers that it stands for."""
+        if name not in self._formats:
+            return self._source.read(name, dtype)
+        (matrix,) = self.read_packed(name)
+        return matrix.dequantized(dtype).reshape(self._shapes[name])
+
+    def _quantized(self, name: str, kind: QuantizedKind) -> PackedMatrix:
+        numbers = self._source.read(name, "float32")
+        try:
+            return quantized(numbers.reshape(-1, numbers.shape[-1]), kind)
+        except ValueError as error:
+            raise ValueError(f"--quantize {self._kind}: {name} {error}; use --quantize none") from None
 
 
 def quantized(numbers: Array, kind: QuantizedKind, *, threads: int | None = None) -> PackedMatrix:

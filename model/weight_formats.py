@@ -1,20 +1,22 @@
 """Formats in which matrices of weights are stored, and what depends on the format alone.
 
-docs/extending.md says how to add one. torch rounds to a format in app/engine/quantization/quantized_weights.py, and a
-GPU multiplies in app/engine/gpu/linears.py; both look up `codes`. The C++ kernels list their formats in
+docs/extending.md says how to add one. model/quantize.py makes packed matrices, which torch on a CPU dequantizes, and
+with which a GPU multiplies in app/engine/gpu/linears.py. The C++ kernels list their number formats in
 app/engine/cpu/source/formats.h, by the same names.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-Quantize = Literal["none", "int8", "fp8"]
+Quantize = Literal["none", "int4", "int8", "fp8"]
 """Values of --quantize: none, which keeps the number format of --dtype, or a kind of format below."""
-Codes = Literal["numbers", "integers", "e4m3"]
-"""What is stored: the numbers themselves; or integers, or floating-point numbers of 8 bits, that a scale multiplies."""
+Codes = Literal["numbers", "packed", "e4m3"]
+"""What is stored: the numbers themselves; a packed matrix (model/packed_matrix.py), made by model/quantize.py; or
+floating-point numbers of 8 bits that a scale of their row multiplies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,29 +24,27 @@ class FormatKind:
     """Facts about a kind of format."""
 
     codes: Codes
-    bits: int
-    """Of a number, without its scale."""
+    bits: float
+    """Of a number, with its share of scales and offsets in rows of whole units."""
     golden_tolerance: float | None
     """Largest relative difference from golden.json due to rounding; None: golden.json's own absolute tolerance.
 
     Of numbers: if steps compute with them in their own format. Nothing computes in float16; files have it.
     """
     largest: float = 0.0
-    """The code of the largest number among those that share a scale; 0 without a scale."""
+    """The code of the largest number among those that share a scale, of e4m3."""
     needs_gpu: bool = False
-    groups: tuple[int | None, ...] = (None,)
-    """Values of `WeightFormat.group` that the executors compute."""
 
 
 KINDS: Mapping[str, FormatKind] = {
     "float32": FormatKind(codes="numbers", bits=32, golden_tolerance=None),
     "bfloat16": FormatKind(codes="numbers", bits=16, golden_tolerance=0.05),
     "float16": FormatKind(codes="numbers", bits=16, golden_tolerance=None),
-    "int8": FormatKind(codes="integers", bits=8, largest=127.0, golden_tolerance=0.1),
+    "int8": FormatKind(codes="packed", bits=8.5, golden_tolerance=0.1),
+    "int4": FormatKind(codes="packed", bits=4.625, golden_tolerance=0.3),
     "fp8": FormatKind(codes="e4m3", bits=8, largest=448.0, golden_tolerance=0.15, needs_gpu=True),
 }
-"""Tolerances: rounding cost 0.3 %, 0.8 % and 2.0 % with the default weights, 2 %, 5 % and 5 % with random weights of
-large scale (fp8 emulated on a CPU)."""
+"""Tolerances: see docs/numbers.md for what rounding costs."""
 QUANTIZE: tuple[Quantize, ...] = get_args(Quantize)
 
 
@@ -59,12 +59,10 @@ class WeightFormat:
 
     kind: str
     """A key of KINDS."""
-    group: int | None = None
-    """Numbers of a row that share a scale; None: the whole row, or no scale."""
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS or self.group not in self.facts.groups:
-            raise ValueError(f"weights cannot be stored as {self.kind} in groups of {self.group or 'a row'}")
+        if self.kind not in KINDS:
+            raise ValueError(f"weights cannot be stored as {self.kind}")
 
     @property
     def facts(self) -> FormatKind:
@@ -77,8 +75,8 @@ class WeightFormat:
         return self.facts.codes != "numbers"
 
     def n_bytes(self, numbers: int) -> int:
-        """Bytes of so many numbers, without scales."""
-        return -(-numbers * self.facts.bits // 8)
+        """Bytes of so many numbers."""
+        return math.ceil(numbers * self.facts.bits / 8)
 
 
 def weight_format(dtype: str, quantize: Quantize) -> WeightFormat:

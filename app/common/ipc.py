@@ -126,6 +126,8 @@ class Ready(Struct, frozen=True, kw_only=True, array_like=True, tag="ready"):
     """The model's own context, of which `context` is what fits or what was asked for."""
     weights: str = ""
     """Formats in which the matrices are stored; `dtype` is what steps compute in."""
+    weight_bits: float = 0.0
+    """Bits per weight of all parameters as they are stored, with scales and offsets; 0 if unknown."""
     named_eos_ids: tuple[int, ...] = ()
     """All end tokens that config.json and generation_config.json name; the latter's alone are `eos_ids`."""
 

@@ -55,8 +55,8 @@ class Settings(BaseSettings):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Number format of steps and KV cache; auto is bfloat16 if the device multiplies it, else float32."""
     quantize: Quantize = "none"
-    """int8 stores weights as 8-bit integers: half the memory, faster with few streams; fp8 also computes in 8 bits, on
-    GPUs that support it."""
+    """int8 and int4 store weights as integers of 8 or 4 bits, with scales for groups of columns: 8.5 and 4.6 bits per
+    weight instead of 16, faster with few streams; fp8 also computes in 8 bits, on GPUs that support it."""
     kv_cache: KvCache = "auto"
     """Format of the KV cache; auto is the number format of the model. int8 stores keys and values as 8-bit integers, on
     CPUs: half the memory of bfloat16, and faster where the cache exceeds the processor's."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from collections.abc import Sequence as Items
 from dataclasses import replace
 from typing import NamedTuple, Protocol
@@ -15,6 +15,7 @@ from app.common.weights_store import FileHashes, WeightsStore
 from app.engine.cpu.executor import NativeExecutor, ThreadPool
 from app.engine.cpu.library import load_library
 from app.engine.cpu.packed_cache import PackedEntry
+from app.engine.cpu.packed_decoder import StoredFormat, as_computed
 from app.engine.cpu.sampler import NativeSampler
 from app.engine.cpu.toolchain.backend_selection import SelectedBackend
 from app.engine.execution.runner import Runner
@@ -23,9 +24,11 @@ from app.engine.guided.grammar_tracker import GrammarTracker
 from app.engine.memory.memory_plan import BlockBudget, CacheShape, blocks_on_cpu
 from model.checkpoint.stored_weights import StoredWeights
 from model.machine import describe_cpu, has_native_bfloat16, may_have_gpu
+from model.number_formats import ITEM_BYTES
 from model.packed_matrix import PackedFormat
-from model.parameter_shapes import parameter_shapes
-from model.weight_formats import needs_gpu, weight_format
+from model.parameter_shapes import Shapes, parameter_shapes
+from model.quantize import PackedWeights, QuantizedWeights, packed_kind
+from model.weight_formats import Quantize, needs_gpu, weight_format
 
 Announce = Callable[[str], None]
 
@@ -50,6 +53,8 @@ class Backend(Protocol):
     """Why it was chosen, for the log."""
     weight_kinds: list[str]
     """Kinds of format in which the matrices are stored."""
+    weight_bytes: int
+    """Of all parameters as they are stored."""
 
     def plan_memory(self, config: WorkerConfig, announce: Announce) -> BlockBudget:
         """Sizes the cache. Raises ValueError."""
@@ -94,7 +99,8 @@ class CppBackend:
     ) -> None:
         """selected: has a library. hashes: of the files of `weights`. store: keeps packed weights."""
         assert selected.library
-        self.weight_kinds = _matrix_kinds(weights, cache_shape.dtype, config)
+        self.weight_kinds = matrix_kinds(weights, cache_shape.dtype, config.quantize, weights.stored_format)
+        self.weight_bytes = packed_bytes(weights, cache_shape.dtype, config)
         self.numerics = full_numerics(selected.numerics, cache_shape, config, kinds=self.weight_kinds)
         self.reason = selected.reason
         self._library, self._weights, self._cache_shape = load_library(selected.library), weights, cache_shape
@@ -109,11 +115,10 @@ class CppBackend:
     def plan_memory(self, config: WorkerConfig, announce: Announce) -> BlockBudget:
         """See Backend.plan_memory."""
         del announce
-        n_bytes = packed_bytes(self._weights, self._cache_shape.dtype, config)
         engines = 1 + config.concurrent_loaders
         return blocks_on_cpu(
             self._cache_shape,
-            n_bytes,
+            self.weight_bytes,
             are_loaded=False,
             requested=config.kv_blocks,
             engines=engines,
@@ -128,16 +133,16 @@ class CppBackend:
         restored = self._entry.restore(threads.count) if self._entry else None
         if restored is None:
             self._hashes.verify(self._weights.version)
+        served = weights_to_serve(self._weights, self._config.quantize)
         executor = NativeExecutor(
             self._library,
             config,
-            self._weights.read,
+            served.read,
             threads,
             dtype=dtype,
             blocks=blocks,
-            weight_format=weight_format(dtype, self._config.quantize),
             stored_format=self._weights.stored_format,
-            packed=self._weights,
+            packed=served,
             kv_cache=self._cache_shape.kv_cache,
             restored=restored,
         )
@@ -156,26 +161,45 @@ def packed_bytes(weights: StoredWeights, dtype: str, config: WorkerConfig) -> in
     """Bytes of the weights in the C++ kernels."""
     if config.quantize == "none":
         return weights.stored_bytes(dtype)
-    n_rounded, n_bytes, shapes = weights.n_params, 0, parameter_shapes(weights.config)
-    for name in weights.mappings:
-        if formats := weights.packed_formats(name):
-            n_rounded -= math.prod(shapes[name])
-            n_bytes += sum(each.n_bytes(rows, shapes[name][-1]) for each, rows in formats)
-    return n_bytes + weight_format(dtype, config.quantize).n_bytes(n_rounded)
+    shapes = parameter_shapes(weights.config)
+    return parameter_bytes(weights_to_serve(weights, config.quantize), shapes, dtype, ())
 
 
-def _matrix_kinds(weights: StoredWeights, dtype: str, config: WorkerConfig) -> list[str]:
-    """Kinds of format that matrices have in the C++ kernels, and bits and group of packed ones."""
-    kinds = set[str]()
+def weights_to_serve(weights: StoredWeights, quantize: Quantize) -> PackedWeights:
+    """The weights as --quantize has them."""
+    kind = packed_kind(quantize)
+    return QuantizedWeights(weights, weights.config, kind) if kind else weights
+
+
+def parameter_bytes(served: PackedWeights, shapes: Shapes, dtype: str, dense: Container[str]) -> int:
+    """Bytes of parameters, packed or in `dtype`. dense: names of packed ones that are in `dtype`, too."""
+    total = 0
+    for name, shape in shapes.items():
+        formats = () if name in dense else served.packed_formats(name)
+        total += sum(each.n_bytes(rows, shape[-1]) for each, rows in formats)
+        total += 0 if formats else ITEM_BYTES[dtype] * math.prod(shape)
+    return total
+
+
+def matrix_kinds(
+    weights: StoredWeights, dtype: str, quantize: Quantize, stored_format: StoredFormat, dense: Container[str] = ()
+) -> list[str]:
+    """Kinds of format in which the matrices are stored: number formats, fp8, and bits and groups of packed ones.
+
+    stored_format: of matrices that are not packed. dense: names of packed ones that are in `dtype`.
+    """
+    if needs_gpu(quantize):
+        return [quantize]
+    served, kinds = weights_to_serve(weights, quantize), set[str]()
     for name, shape in parameter_shapes(weights.config).items():
-        if formats := weights.packed_formats(name):
-            kinds.update(packed_kind(each) for each, _ in formats)
+        if name not in dense and (formats := served.packed_formats(name)):
+            kinds.update(packed_name(each) for each, _ in formats)
         elif len(shape) > 1:
-            kinds.add(weights.stored_format(name, dtype) if config.quantize == "none" else config.quantize)
+            kinds.add(dtype if name in dense else stored_format(name, dtype))
     return sorted(kinds)
 
 
-def packed_kind(packed_format: PackedFormat) -> str:
+def packed_name(packed_format: PackedFormat) -> str:
     """The name of a packed format in numerics and the log."""
     return f"int{packed_format.bits}-g{packed_format.group}"
 

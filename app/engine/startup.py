@@ -41,7 +41,7 @@ from model.checkpoint.manifest import MANIFEST_FILE, check_manifest
 from model.checkpoint.stored_weights import StoredWeights, find_weights
 from model.config import ModelConfig
 from model.machine import INSTALL_TORCH, free_memory
-from model.parameter_shapes import count_expert_parameters
+from model.quantize import describe_unquantized, packed_kind
 from model.tokenizer.tokenizer import Tokenizer
 from model.weight_formats import QUANTIZE, needs_gpu, weight_format
 from model.weights_version import Directory
@@ -85,6 +85,8 @@ def build_engine(
         selected = select_backend(
             config.kernels, placement.dtype, placement.device, weights.config, libraries, announce
         )
+        if (kind := packed_kind(config.quantize)) and (unquantized := describe_unquantized(weights.config, kind)):
+            announce(unquantized)
         cache_shape = _cache_shape(config, weights, placement, selected, limits)
         model, weights = weights.config, _served(weights, cache_shape.context)
         backend: Backend
@@ -228,12 +230,7 @@ def _cache_shape(
         weights = packed_bytes(stored, placement.dtype, config) if is_packed else in_dtype.n_bytes(stored.n_params)
         share = cache_share_on_cpu(free, weights, 1 + config.concurrent_loaders)
     else:
-        n_stored = 0
-        if shape.experts:  # torch rounds experts to the format, but stores them in the dtype
-            is_kept = _torch_backends(config, _NEEDS_TORCH).keeps_integer_experts(config, shape, placement.dtype)
-            n_stored = 0 if is_kept else count_expert_parameters(shape)
-        weights = weight_format(placement.dtype, config.quantize).n_bytes(stored.n_params - n_stored)
-        weights += in_dtype.n_bytes(n_stored)
+        weights = _torch_backends(config, _NEEDS_TORCH).weight_bytes_on_gpu(config, stored, placement.dtype)
         total = _torch_backends(config, _NEEDS_TORCH).device_memory()
         share = cache_share_on_gpu(total, config.gpu_memory_utilization, weights)
     fitting = cache_shape.fitting(share)
@@ -273,6 +270,7 @@ def _ready(
         n_params=weights.n_params,
         dtype=placement.dtype,
         weights=", ".join(backend.weight_kinds),
+        weight_bits=8 * backend.weight_bytes / weights.n_params,
         device=placement.description,
         model_version=Version(weights.version),
         eos_ids=weights.eos_ids,

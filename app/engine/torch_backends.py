@@ -10,7 +10,16 @@ import torch
 
 from app.common.ipc import WorkerConfig
 from app.common.startup_timer import PLANNING_MEMORY, WARMING_UP
-from app.engine.backends import Announce, Backend, Placement, full_numerics
+from app.engine.backends import (
+    Announce,
+    Backend,
+    Placement,
+    full_numerics,
+    matrix_kinds,
+    parameter_bytes,
+    weights_to_serve,
+)
+from app.engine.cpu.packed_decoder import as_computed
 from app.engine.cpu.toolchain.backend_selection import SelectedBackend
 from app.engine.execution.encoder_cache import EncoderCache
 from app.engine.execution.runner import Runner
@@ -19,7 +28,13 @@ from app.engine.execution.torch_executor import TorchExecutor
 from app.engine.execution.warmup_batches import PermissiveGrammars, costliest_step
 from app.engine.gpu.format_support import check_quantize, describe_unsupported
 from app.engine.gpu.kernels.interface import SHARED_BYTES, attention_fits
-from app.engine.gpu.linears import describe_unquantized, quantize_decoder
+from app.engine.gpu.linears import (
+    describe_unsupported_by_fp8,
+    pack_decoder,
+    packed_names,
+    placeholder,
+    quantize_decoder,
+)
 from app.engine.gpu.setup import TritonBackend
 from app.engine.gpu.triton_loader import LoadedKernels, check_triton, quantized_kernels, triton_kernels
 from app.engine.guided.grammar_tracker import GrammarTracker
@@ -32,15 +47,16 @@ from app.engine.memory.memory_plan import (
     release_memory,
     step_peak,
 )
-from app.engine.quantization.quantized_weights import round_weights
 from app.engine.sampling.sampler import TorchSampler
 from app.engine.scheduling.scheduler import StepLimits
 from model.cache_formats import check_kv_cache
-from model.checkpoint.checkpoint import load_decoder
+from model.checkpoint.checkpoint import TorchFormat, load_decoder
 from model.checkpoint.stored_weights import StoredWeights
 from model.config import ModelConfig
 from model.device import choose_device, choose_dtype, describe, use_row_invariant_products
 from model.nn.transformer import Decoder
+from model.number_formats import ITEM_BYTES
+from model.parameter_shapes import parameter_shapes
 from model.weight_formats import needs_gpu, weight_format
 
 
@@ -123,6 +139,7 @@ class _LoadedBackend:
     numerics: str
     reason: str
     weight_kinds: list[str]
+    weight_bytes: int
     decoder: Decoder
     cache_shape: CacheShape
 
@@ -176,28 +193,36 @@ def choose_backend(
     dtype: torch.dtype = getattr(torch, cache_shape.dtype)
     if weights.config.experts and needs_gpu(config.quantize):
         raise ValueError(
-            f"--quantize {config.quantize} does not support mixtures of experts, whose kernels multiply with integers "
-            "or unquantized weights: use --quantize int8 or none"
+            f"--quantize {config.quantize} does not support mixtures of experts, whose kernels multiply with packed or "
+            "unquantized weights: use --quantize int8, int4 or none"
         )
-    decoder = load_decoder(weights, device=device, dtype=dtype)
     stored = weight_format(cache_shape.dtype, config.quantize)
-    if unquantized := describe_unquantized(decoder, stored):
-        announce(unquantized)
     if device.type == "cuda" and (kernels != "torch" or stored.is_quantized):
         check_triton()
-    loaded = _kernels_of_steps(config, decoder.config, dtype, device)
-    if device.type == "cuda":
-        has_kernels = isinstance(loaded, LoadedKernels)
-        quantize_decoder(decoder, stored, quantized_kernels(device, dtype), integer_experts=has_kernels)
+    loaded = _kernels_of_steps(config, weights.config, dtype, device)
+    if stored.facts.codes == "e4m3":
+        decoder = load_decoder(weights, device=device, dtype=dtype)
+        if unsupported := describe_unsupported_by_fp8(decoder):
+            announce(unsupported)
+        quantize_decoder(decoder, quantized_kernels(device, dtype))
     else:
-        round_weights(decoder, stored)
-    loaded_backend = partial(_LoadedBackend, weight_kinds=[stored.kind], decoder=decoder, cache_shape=cache_shape)
-    numerics, reason = full_numerics(choice.numerics, cache_shape, config), choice.reason
+        decoder = _load_packed(weights, config, device, dtype, packs_experts=isinstance(loaded, LoadedKernels))
+    dense = {"embedding"} if device.type == "cuda" else ()
+    kinds = matrix_kinds(weights, cache_shape.dtype, config.quantize, as_computed, dense)
+    n_bytes = weights.n_params * ITEM_BYTES[cache_shape.dtype]  # torch on a CPU computes with the numbers
+    loaded_backend = partial(
+        _LoadedBackend,
+        weight_kinds=kinds,
+        weight_bytes=weight_bytes_on_gpu(config, weights, cache_shape.dtype) if device.type == "cuda" else n_bytes,
+        decoder=decoder,
+        cache_shape=cache_shape,
+    )
+    numerics, reason = full_numerics(choice.numerics, cache_shape, config, kinds=kinds), choice.reason
     if isinstance(loaded, LoadedKernels):
         triton = TritonBackend(decoder, loaded.kernels, cache_shape, limits, deterministic=config.deterministic)
         capability = "sm{}{}".format(*torch.cuda.get_device_capability(device))
         shapes = ["deterministic"] if config.deterministic else []
-        numerics = full_numerics(f"{loaded.numerics}-{capability}", cache_shape, config, *shapes)
+        numerics = full_numerics(f"{loaded.numerics}-{capability}", cache_shape, config, *shapes, kinds=kinds)
         reason = "the device is a GPU, and Triton is installed"
         return loaded_backend(backend=triton, numerics=numerics, reason=reason)
     reason = loaded or reason
@@ -205,9 +230,37 @@ def choose_backend(
     return loaded_backend(backend=torch_backend, numerics=numerics, reason=reason)
 
 
-def keeps_integer_experts(config: WorkerConfig, shape: ModelConfig, dtype: str) -> bool:
-    """Whether quantized experts stay integers on this engine's GPU: torch stores them in the number format of steps."""
-    return isinstance(_kernels_of_steps(config, shape, getattr(torch, dtype), _device(config)), LoadedKernels)
+def _load_packed(
+    weights: StoredWeights, config: WorkerConfig, device: torch.device, dtype: torch.dtype, *, packs_experts: bool
+) -> Decoder:
+    """The decoder with packed matrices on a GPU; on a CPU, with the numbers that they stand for. Raises ValueError."""
+    served, shapes = weights_to_serve(weights, config.quantize), parameter_shapes(weights.config)
+    if device.type == "cuda":
+        packed = packed_names(served, shapes, packs_experts=packs_experts)
+        made = {name: partial(placeholder, shapes[name], device, dtype) for name in packed}
+        decoder = load_decoder(weights, device=device, dtype=dtype, replaced=made)
+        pack_decoder(decoder, served, quantized_kernels(device, dtype), packs_experts=packs_experts)
+        return decoder
+    if config.quantize == "none":
+        return load_decoder(weights, device=device, dtype=dtype)
+    to_torch, dtype_name = TorchFormat(device, dtype), str(dtype).removeprefix("torch.")
+
+    def read(name: str) -> torch.Tensor:
+        return to_torch.convert(served.read(name, dtype_name))[0]
+
+    numbers = {name: partial(read, name) for name in shapes if served.packed_formats(name)}
+    return load_decoder(weights, device=device, dtype=dtype, replaced=numbers)
+
+
+def weight_bytes_on_gpu(config: WorkerConfig, weights: StoredWeights, dtype: str) -> int:
+    """Bytes of the weights: embeddings keep their numbers, and so do experts for torch."""
+    shape, shapes = weights.config, parameter_shapes(weights.config)
+    if needs_gpu(config.quantize):
+        return weight_format(dtype, config.quantize).n_bytes(weights.n_params)
+    dense = {"embedding"}
+    if shape.experts and isinstance(_kernels_of_steps(config, shape, getattr(torch, dtype), _device(config)), str):
+        dense |= {name for name, sizes in shapes.items() if len(sizes) == 3}
+    return parameter_bytes(weights_to_serve(weights, config.quantize), shapes, dtype, dense)
 
 
 def _kernels_of_steps(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import re
 import subprocess
@@ -45,11 +46,11 @@ from app.engine.gpu.kernels.interface import (
 from app.engine.gpu.kernels.sample_out import SampleOut
 from app.engine.gpu.kernels.sampling_table import SamplingTable
 from app.engine.gpu.kernels.triton.operations import TritonKernels
-from app.engine.gpu.kernels.triton.quantized_products import int8_product, quantize_fp8_rows
+from app.engine.gpu.kernels.triton.quantized_products import packed_product, quantize_fp8_rows
 from app.engine.gpu.padded_lm_head import VOCAB_MULTIPLE
-from app.engine.quantization.quantized_weights import Quantized
 from benchmarks.gpu.conformance import attention as attention_checks
 from benchmarks.gpu.conformance import experts as expert_checks
+from benchmarks.gpu.conformance import packed as packed_checks
 from benchmarks.gpu.conformance import rows as row_checks
 from benchmarks.gpu.parity import LAYOUTS
 from benchmarks.gpu.results import Finding, StageContext, shortened
@@ -57,6 +58,9 @@ from benchmarks.shapes import SHAPES
 from model.config import Activation, Experts, LayerKind, ModelConfig, Norm, QueryScale, Rope
 from model.decoder_program import ACTIVATION_PARAMETERS
 from model.nn.feed_forward import Routes
+from model.nn.packed_tensors import GroupTensors, PackedTensors
+from model.packed_matrix import UNIT_COLUMNS, PackedFormat
+from model.quantize import QuantizedKind
 
 SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 """Shared memory that a program may have, by compute capability."""
@@ -197,18 +201,23 @@ def _route(dtype: torch.dtype, config: ModelConfig, kernels: TritonKernels) -> N
 
 
 def _experts(
-    dtype: torch.dtype, config: ModelConfig, n_tokens: int, kernels: TritonKernels, is_int8: bool = False
+    dtype: torch.dtype,
+    config: ModelConfig,
+    n_tokens: int,
+    kernels: TritonKernels,
+    format_of: Callable[[int], PackedFormat] | None = None,
 ) -> None:
-    """Six kernels; what a count or a grouping compiles depends on the sizes of the step alone."""
+    """Six kernels; what a count or a grouping compiles depends on the sizes of the step alone.
+
+    format_of: of packed matrices with so many columns.
+    """
     experts, width = config.experts, config.width
     assert experts
 
     def matrices(rows: int, columns: int) -> ExpertMatrices:
-        return ExpertMatrices(
-            _empty(experts.count, rows, columns, dtype=torch.int8 if is_int8 else dtype),
-            _empty(experts.count, rows, dtype=FP32) if is_int8 else None,
-            _empty(experts.count, rows, dtype=dtype) if experts.bias else None,
-        )
+        shape, bias_EN = (experts.count, rows, columns), _empty(experts.count, rows, dtype=dtype)
+        numbers = _packed(format_of(columns), shape) if format_of else _empty(*shape, dtype=dtype)
+        return ExpertMatrices(numbers, bias_EN if experts.bias else None)
 
     spec = ExpertsSpec(
         up=matrices(experts.width * (1 + config.gated), width),
@@ -232,9 +241,30 @@ def _rows(max_running: int, table: int, block: int, kernels: TritonKernels) -> N
     kernels.look_up(_ints(8), _ints(8), _ints(8), state)
 
 
-def _int8(n_tokens: int, has_bias: bool, _kernels: TritonKernels) -> None:
-    weight = Quantized(_empty(4096, 4096, dtype=torch.int8), _empty(4096, dtype=FP32))
-    int8_product(_empty(n_tokens, 4096), weight, _empty(4096) if has_bias else None)
+def _packed(packed_format: PackedFormat, shape: tuple[int, ...]) -> PackedTensors:
+    (*_, columns), rows = shape, math.prod(shape[:-1])
+
+    def numbers(values: torch.dtype) -> GroupTensors:
+        has_units = packed_format.scales == "multiples"
+        units = _empty(rows, -(-columns // UNIT_COLUMNS), dtype=FP16) if has_units else None
+        return GroupTensors(values=_empty(rows, columns // packed_format.group, dtype=values), units=units)
+
+    is_int4 = packed_format.bits == 4
+    scales, offsets = {"float16": (FP16, FP16), "float32": (FP32, FP32)}.get(
+        packed_format.scales, (torch.uint8 if is_int4 else torch.int8, torch.int8)
+    )
+    return PackedTensors(
+        format=packed_format,
+        shape=shape,
+        codes=_empty(rows, columns * packed_format.bits // 8, dtype=torch.uint8 if is_int4 else torch.int8),
+        scales=numbers(scales),
+        offsets=numbers(offsets) if packed_format.has_offsets else None,
+    )
+
+
+def _product(packed_format: PackedFormat, n_tokens: int, has_bias: bool, _kernels: TritonKernels) -> None:
+    weight = _packed(packed_format, (4096, 4096))
+    packed_product(_empty(n_tokens, 4096), weight, _empty(4096) if has_bias else None)
 
 
 def _fp8(_kernels: TritonKernels) -> None:
@@ -258,13 +288,18 @@ _SIGMOID = replace(
     experts=Experts(count=9, chosen=3, width=200, score="sigmoid", choice_bias=True, factor=2.5, shared_width=96),
 )  # fmt: skip
 QUANTIZED: Launches = {
-    "int8, 1 token": partial(_int8, 1, False),
-    "int8, 64 tokens": partial(_int8, 64, True),
-    "int8, 65 tokens": partial(_int8, 65, True),
+    **{
+        f"{name}, {tokens} token{'s' * (tokens > 1)}": partial(_product, each, tokens, tokens > 1)
+        for name, each in packed_checks.FORMATS.items()
+        for tokens in (1, 64, 65)
+    },
     "fp8": _fp8,
 }
-INT8_EXPERTS: Launches = {
-    f"int8 {model}, {what} experts": partial(_experts, BF16, config, n, is_int8=True)
+PACKED_EXPERTS: Launches = {
+    f"{kind} {model}, {what} experts": partial(
+        _experts, BF16, config, n, format_of=partial(packed_checks.format_of, kind)
+    )
+    for kind in get_args(QuantizedKind)
     for model, config in (("qwen3-moe", QWEN3_MOE), ("gpt-oss", _GPT_OSS))
     for what, n in _expert_steps(config)
 }
@@ -293,7 +328,7 @@ _ALL: Launches = {
     **engine_launches("sigmoid", _SIGMOID, FP16),
     **engine_launches("sigmoid32", _SIGMOID, FP32),
     **QUANTIZED,
-    **INT8_EXPERTS,
+    **PACKED_EXPERTS,
 }
 _EXPERTS = tuple(f"{model}: {what} experts" for model in ("qwen3-moe", "gpt-oss") for what in ("few", "many"))
 _QWEN3, _GPT2 = (tuple(f"{model}: {what}" for what in ("decode, 2", "prompt, 1")) for model in ("qwen3", "gpt2"))
@@ -308,12 +343,12 @@ _FEW = {
         *("large blocks: decode, 2", "large blocks: prompt, 1", "large blocks: gate", *QUANTIZED),
         *("capped: decode, 2", "capped: prompt, 1", "capped: heads", "capped: norm, has_delta=True"),
         *("squared: gate", "squared: heads", "curved: gate", "curved: heads", "curved: norm, has_delta=False"),
-        *("qwen3-moe: route", "gpt-oss: route", "sigmoid: route", *_EXPERTS, "sigmoid: few experts", *INT8_EXPERTS),
+        *("qwen3-moe: route", "gpt-oss: route", "sigmoid: route", *_EXPERTS, "sigmoid: few experts", *PACKED_EXPERTS),
         *("sigmoid32: few experts", "sigmoid32: many experts", "sigmoid32: shared gate"),
         *(f"gpt-oss, window {window}: decode, 2" for window in (128, None)),
         *("gpt-oss, window None: decode, 1", "gpt-oss, window None: prompt, 1", "gpt-oss, window None: prompt, 2"),
     ),
-    100: (*_QWEN3, *_EXPERTS, *INT8_EXPERTS, "fp8"),
+    100: (*_QWEN3, *_EXPERTS, *PACKED_EXPERTS, "fp8"),
 }
 
 
@@ -331,7 +366,8 @@ def report_launches() -> Launches:
         )
         found[f"{routed}, {dtype}: route"] = partial(_route, dtype, config)
         for what, n in _expert_steps(config):
-            experts = partial(_experts, dtype, config, n, is_int8=routed.is_int8)
+            format_of = partial(packed_checks.format_of, routed.quantize) if routed.quantize else None
+            experts = partial(_experts, dtype, config, n, format_of=format_of)
             found[f"{routed}, {dtype}: {what} experts"] = experts
     for name in ("A", "1b", "8b", "qwen3-8b"):
         found |= engine_launches(name, SHAPES[name])

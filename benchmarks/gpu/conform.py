@@ -8,12 +8,22 @@ from dataclasses import replace
 
 from benchmarks.gpu.conformance.attention import check_attention
 from benchmarks.gpu.conformance.experts import check_experts
+from benchmarks.gpu.conformance.packed import check_packed_products
 from benchmarks.gpu.conformance.rows import check_add_norm, check_gate, check_split_heads, check_states
 from benchmarks.gpu.conformance.sampler import check_samplers
 from benchmarks.gpu.packages import missing
 from benchmarks.gpu.results import Finding, StageContext, Unsupported, shortened
 
-CHECKS = (check_attention, check_add_norm, check_gate, check_split_heads, check_states, check_experts, check_samplers)
+CHECKS = (
+    check_attention,
+    check_add_norm,
+    check_gate,
+    check_split_heads,
+    check_states,
+    check_experts,
+    check_packed_products,
+    check_samplers,
+)
 """Called with a device and whether sizes are tiny; each yields a finding for each comparison."""
 _MAX_VIOLATIONS = 10
 """Reported violations per check."""

@@ -99,7 +99,7 @@ def synchronize(device: str) -> None:
 
 
 def least_seconds(
-    context: StageContext, config: ModelConfig, *, tokens: float, rows: int, kept: float, weight_bytes: int = 2
+    context: StageContext, config: ModelConfig, *, tokens: float, rows: int, kept: float, weight_bytes: float = 2
 ) -> float | None:
     """Least time of a step that computes `tokens` tokens and samples for `rows` sequences of `kept` tokens each.
 
@@ -108,7 +108,7 @@ def least_seconds(
     unknown.
 
     Args:
-        weight_bytes: of a number in a matrix; products of 8-bit numbers are computed in bfloat16, too.
+        weight_bytes: of a number in a matrix; products of quantized numbers are computed in bfloat16, too.
     """
     bytes_per_second, operations_per_second = context.roof("most bytes/s"), context.roof("bf16 operations/s")
     if not bytes_per_second or not operations_per_second:

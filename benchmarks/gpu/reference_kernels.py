@@ -32,6 +32,7 @@ from app.engine.sampling.sampler import ADJUSTMENTS, FILTERS, GREEDY, RowParamet
 from model.config import Activation
 from model.nn.feed_forward import LEAST_SUM, Routes
 from model.nn.layers import ACTIVATIONS, activate_hidden, rotate, xielu
+from model.nn.packed_tensors import PackedTensors
 
 _STAGES = frozenset({GREEDY, *(stage.name for stage in ADJUSTMENTS + FILTERS)}) - {"min_tokens"}
 """All but that: the mask of a resident row lacks the tokens that end the text."""
@@ -262,7 +263,7 @@ class ReferenceKernels:
     def experts(self, x_TD: Tensor, routes: Routes, experts: ExpertsSpec) -> Tensor:
         """See Kernels.experts. Computes all experts of all tokens, since no shape may depend on a choice."""
         total_TD = torch.zeros_like(x_TD, dtype=torch.float64)
-        for expert in range(len(experts.up.numbers)):
+        for expert in range(experts.up.numbers.shape[0]):
             is_chosen_TC = routes.ids_TC == expert
             weight_T1 = routes.weights_TC.double().where(is_chosen_TC, 0.0).sum(1, keepdim=True)
             hidden_TX = self.gate(_product(x_TD, experts.up, expert), experts.activation, experts.gated)
@@ -273,9 +274,14 @@ class ReferenceKernels:
 
 def _product(x_TK: Tensor, matrices: ExpertMatrices, expert: int) -> Tensor:
     """x W^T + b of one expert, rounded."""
-    numbers, scales, bias = (None if each is None else each[expert].double() for each in matrices)
-    assert numbers is not None
-    out_TN = x_TK.double() @ (numbers if scales is None else numbers * scales[:, None]).t()
+    weight, bias_EN = matrices
+    if isinstance(weight, PackedTensors):
+        n_rows = weight.shape[1]
+        numbers = weight.dequantized(x_TK.dtype, slice(expert * n_rows, (expert + 1) * n_rows)).double()
+    else:
+        numbers = weight[expert].double()
+    bias = None if bias_EN is None else bias_EN[expert].double()
+    out_TN = x_TK.double() @ numbers.t()
     return (out_TN if bias is None else out_TN + bias).to(x_TK.dtype)
 
 

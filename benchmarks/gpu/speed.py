@@ -69,7 +69,7 @@ def speed(context: StageContext) -> Iterator[Finding]:
 
 
 def quantized(context: StageContext) -> Iterator[Finding]:
-    """Decode and prefill with 8-bit weights against bfloat16 ones of the same run. The variant is the number format."""
+    """Decode and prefill with weights of 4 or 8 bits against bfloat16 ones of the same run. The variant: which."""
     sizes = _TINY if context.tiny else Sizes(rows=(1, 8, 32), prompt_lengths=(1000,))
     shape, phases = shape_of(context, "8b"), StartupPhases()
     try:
@@ -90,7 +90,7 @@ def quantized(context: StageContext) -> Iterator[Finding]:
         replace(shape, context=min(shape.context, 1024)),
         sizes,
         context,
-        weight_bytes=KINDS[context.variant].bits // 8,
+        weight_bytes=KINDS[context.variant].bits / 8,
     )
     for finding in chain(map(bench.decode, sizes.rows), map(bench.prefill, sizes.prompt_lengths)):
         baseline = (context.numbers or {}).get(f"speed-8b: {finding.what}")
@@ -107,7 +107,7 @@ class _Bench:
     shape: ModelConfig
     sizes: Sizes
     context: StageContext
-    weight_bytes: int = 2
+    weight_bytes: float = 2
 
     def decode(self, rows: int, **params: Any) -> Finding:
         """Times windows of pure decode steps; synchronizes before and after each."""

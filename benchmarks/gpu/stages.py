@@ -49,6 +49,7 @@ STAGES = (
     _stage("batch-8b", "speed", 70, tiny=False),
     _stage("batch-qwen3-8b", "speed", 70),
     _stage("quantized-int8", "speed", 20),
+    _stage("quantized-int4", "speed", 20),
     _stage("quantized-fp8", "speed", 20),
     _stage("deterministic", "engine_checks", 20),
     _stage("train", "training", 45),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,11 +64,23 @@ def load(directory: Directory, *, device: torch.device, dtype: torch.dtype) -> C
     return Checkpoint(decoder=load_decoder(weights, device=device, dtype=dtype), weights=weights)
 
 
-def load_decoder(weights: StoredWeights, *, device: torch.device, dtype: torch.dtype) -> Decoder:
-    """The decoder of these weights. Raises CheckpointError."""
+def load_decoder(
+    weights: StoredWeights,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    replaced: Mapping[str, Callable[[], Tensor]] | None = None,
+) -> Decoder:
+    """The decoder of these weights. Raises CheckpointError.
+
+    replaced: makes parameters, by their names, that are not read.
+    """
     with torch.device("meta"):
         decoder = Decoder(weights.config).to(dtype)
-    decoder.load_state_dict(weights.state(TorchFormat(device, dtype)), assign=True)
+    replaced = replaced or {}
+    names = [name for name in decoder.state_dict() if name not in replaced] if replaced else None
+    state = weights.state(TorchFormat(device, dtype), names)
+    decoder.load_state_dict(state | {name: make() for name, make in replaced.items()}, assign=True)
     decoder.make_tables()
     return decoder.requires_grad_(False).eval().to(device)
 

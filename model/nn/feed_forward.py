@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from model.config import Activation, ModelConfig
 from model.decoder_program import ACTIVATION_PARAMETERS
 from model.nn.layers import FastModule, Linear, activate_hidden, row_invariant, row_invariant_product
+from model.nn.packed_tensors import PackedTensors
 
 LEAST_SUM = 1e-12
 """That weights are divided by."""
@@ -69,14 +70,11 @@ _ByExpert = tuple[Tensor | tuple[Tensor, ...] | None, ...]
 """Matrices up and down and their biases, which have an expert's at its index."""
 
 
-class ExpertIntegers(NamedTuple):
-    """Quantized matrices of experts: numbers in int8, times a scale for each row."""
+class PackedExperts(NamedTuple):
+    """Packed matrices of experts; None for one whose numbers are stored."""
 
-    up: Tensor
-    down: Tensor
-    up_scales: Tensor
-    """float32 [E, rows]."""
-    down_scales: Tensor
+    up: PackedTensors | None
+    down: PackedTensors | None
 
 
 class RoutedExperts(FastModule):
@@ -90,7 +88,7 @@ class RoutedExperts(FastModule):
         self.up_bias = nn.Parameter(torch.empty(count, rows)) if bias else None
         self.down_bias = nn.Parameter(torch.empty(count, width)) if bias else None
         self.name, self.gated = activation, gated
-        self.integers: ExpertIntegers | None = None
+        self.packed: PackedExperts | None = None
         """In place of the parameters, if a GPU's kernels compute the experts; torch does not."""
 
     def forward(self, x_TD: Tensor, routes: Routes) -> Tensor:
@@ -98,7 +96,7 @@ class RoutedExperts(FastModule):
 
         Rows beyond those of `routes` have no experts.
         """
-        assert self.integers is None, "only a GPU's kernels multiply with the integers"
+        assert self.packed is None, "only a GPU's kernels multiply with packed experts"
         n_chosen = routes.ids_TC.shape[1]
         ids, weights = routes.ids_TC.flatten(), routes.weights_TC.flatten()
         counts = ids.bincount(minlength=len(self.up)).tolist()

@@ -106,11 +106,14 @@ def test_quality_scores_a_text_in_every_number_format(tmp_path: Path, weights: s
     (_, *table), result = run(
         quality.main, "--weights", weights, "--text", str(tmp_path / "text.txt"), "--tokens", "700"
     )
-    assert (result["benchmark"], result["tokens"], len(table)) == ("quality", 700, 17)
+    assert (result["benchmark"], result["tokens"], len(table)) == ("quality", 700, 25)
     bits = result["bits_per_byte"]
     assert bits["native float32"] == pytest.approx(bits["torch float32"], rel=1e-5)
-    assert bits["native float32 int8"] == pytest.approx(bits["torch float32 int8"], rel=1e-5)
-    assert bits["native float32 int8"] != pytest.approx(bits["native float32"], rel=1e-5), "no number was rounded"
+    for kind in ("int8", "int4"):
+        assert bits[f"native float32 {kind}"] == pytest.approx(bits[f"torch float32 {kind}"], rel=1e-5)
+        assert bits[f"native float32 {kind}"] != pytest.approx(bits["native float32"], rel=1e-5), (
+            "no number was rounded"
+        )
     assert bits["native float32 kv_int8"] == pytest.approx(bits["torch float32 kv_int8"], rel=1e-4)
     assert bits["native float32 kv_int8"] != pytest.approx(bits["native float32"], rel=1e-6), "no key was rounded"
     assert bits["emulated bfloat16 fp8"] == pytest.approx(bits["torch bfloat16"], rel=0.05)

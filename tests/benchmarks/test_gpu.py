@@ -19,7 +19,7 @@ import torch
 from benchmarks.engine_driver import random_prompt, request
 from benchmarks.gpu import conform, speed
 from benchmarks.gpu.__main__ import main
-from benchmarks.gpu.conformance import attention, experts, rows, sampler
+from benchmarks.gpu.conformance import attention, experts, packed, rows, sampler
 from benchmarks.gpu.machine import least_seconds
 from benchmarks.gpu.packages import WheelsError, install, missing
 from benchmarks.gpu.parity import OutputScore, finding_of, score_output
@@ -237,7 +237,7 @@ def test_kernel_checks_fail_independently(tmp_path: Path, monkeypatch: pytest.Mo
 
     every = {
         one
-        for module in (attention, experts, rows, sampler)
+        for module in (attention, experts, packed, rows, sampler)
         for key, one in vars(module).items()
         if key[:6] == "check_"
     }

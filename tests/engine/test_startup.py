@@ -32,9 +32,10 @@ from benchmarks.shapes import weights_in_memory
 from model.checkpoint.config_file import load_config
 from model.config import LayerKind, Rope
 from model.files import sha256, write_files
-from model.parameter_shapes import count_expert_parameters, count_parameters
+from model.parameter_shapes import count_parameters, parameter_shapes
 from model.positions import rope_table
-from model.weight_formats import KINDS, Quantize, weight_format
+from model.quantize import quantized_formats
+from model.weight_formats import Quantize
 from tests.engine.memory.test_device_errors import accelerator_error
 from tests.support import ROOT
 from tests.support.gpu.kernel_backends import needs_triton
@@ -117,7 +118,7 @@ def test_weights_without_memory_are_a_configuration_error_and_a_lost_device_is_n
         ({}, 4),
         ({"dtype": "bfloat16"}, 2),
         ({"kernels": "auto"}, 4),
-        *(({"quantize": each}, KINDS[each].bits / 8) for each in CPU_QUANTIZE[1:]),
+        *(({"quantize": each}, 4) for each in CPU_QUANTIZE[1:]),
     ],
 )
 def test_weights_beyond_the_free_memory_are_refused_before_they_are_read(
@@ -242,9 +243,9 @@ def test_kernels_keep_the_number_format_of_the_file_and_say_so(tmp_path: Path, s
     write_files(tmp_path, tiny_files(decoder, dtype=getattr(torch, stored)))
     config = WorkerConfig(weights=str(tmp_path), device="cpu", dtype="float32", quantize=quantize)
     config = replace(config, kernels="native", library=str(find_or_build()), kv_blocks=32)
-    built, weights = build_engine(config), quantize if quantize != "none" else stored
+    built, weights = build_engine(config), "int8-g16, int8-g32" if quantize != "none" else stored
     assert (built.ready.dtype, built.ready.weights) == ("float32", weights)
-    suffix = "" if weights == "float32" else f"-{weights}"
+    suffix = "" if weights == "float32" else f"-{weights.replace(', ', '-')}"
     assert built.ready.numerics.endswith(f"-float32{suffix}")
 
 
@@ -271,7 +272,7 @@ def test_int8_cache_on_a_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
 def test_context_on_a_gpu_is_planned_with_experts_as_its_kernels_store_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels: str, is_installed: bool
 ) -> None:
-    """As integers by Triton, in the number format of steps by torch."""
+    """Packed by Triton, in the number format of steps by torch."""
     shape, planned = mixture_config(), list[int]()
     properties = SimpleNamespace(total_memory=1 << 30, shared_memory_per_block_optin=227 << 10)
     monkeypatch.setattr(torch_backends, "_device", lambda _config: torch.device("cuda"))
@@ -285,9 +286,12 @@ def test_context_on_a_gpu_is_planned_with_experts_as_its_kernels_store_them(
     placement, selected = Placement("cuda", "bfloat16", ""), SimpleNamespace(library=None)
     stored = weights_in_memory(shape)
     startup._cache_shape(config, stored, placement, selected, StepLimits(tokens_per_step=16, max_running=2))  # type: ignore[arg-type]
-    quantized, plain = (weight_format("bfloat16", kind) for kind in ("int8", "none"))
-    wide = 0 if (kernels, is_installed) == ("auto", True) else count_expert_parameters(shape)
-    assert planned == [quantized.n_bytes(count_parameters(shape) - wide) + plain.n_bytes(wide)]
+    are_packed = (kernels, is_installed) == ("auto", True)
+    formats, expected = quantized_formats(shape, "int8"), 0
+    for name, (*rows, columns) in parameter_shapes(shape).items():
+        packed = formats.get(name) if name != "embedding" and (are_packed or len(rows) < 2) else None
+        expected += packed.n_bytes(math.prod(rows), columns) if packed else 2 * math.prod(rows) * columns
+    assert planned == [expected]
 
 
 def test_torch_installed_while_the_service_runs_is_not_used(tmp_path: Path) -> None:

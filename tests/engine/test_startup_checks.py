@@ -33,6 +33,7 @@ from model.checkpoint.golden_export import golden_file
 from model.checkpoint.manifest import MANIFEST_FILE, manifest_file
 from model.config import ModelConfig, Rope
 from model.files import CheckpointError, write_files
+from model.quantize import QuantizedKind
 from tests.support.model.bad_weights import bad_weights, good_weights
 from tests.support.model.tiny_models import CPU_QUANTIZE, tiny_config, tiny_decoder, tiny_engine, tiny_files
 
@@ -167,9 +168,16 @@ def test_weights_with_non_finite_logits_are_refused_in_every_number_format(
     exploding: Path, number: str, kernels: str, request: pytest.FixtureRequest
 ) -> None:
     library = request.getfixturevalue("native_library") if kernels == "native" else None
-    with pytest.raises(EngineStartError, match=rf"model\.safetensors: .* are not finite in {number}") as refusal:
+    is_packed = number in get_args(QuantizedKind)
+    message = (
+        rf"^--quantize {number}: \S+ has .* as its largest number"
+        if is_packed
+        else (rf"model\.safetensors: .* are not finite in {number}")
+    )
+    with pytest.raises(EngineStartError, match=message) as refusal:
         build_engine(_config(exploding, number, kernels, library))
-    assert ("serve them with --dtype float32" in str(refusal.value)) == (number != "float32")
+    assert ("serve them with --dtype float32" in str(refusal.value)) == (number == "bfloat16")
+    assert ("use --quantize none" in str(refusal.value)) == is_packed
 
 
 LIMITS = StepLimits(tokens_per_step=128, max_running=12, prompt_tokens_with_decodes=32)

@@ -135,6 +135,8 @@ async def test_summary_states_from_where_the_service_is_reachable(tmp_path: Path
     reason = " (the device does not multiply bfloat16)"
     assert f"{size}{reason}, context" in summary(LoadingService().as_service(), stored, "URL")
     assert f"{size}, context" in summary(LoadingService(dtype="float32").as_service(), stored, "URL")
+    packed = summary(LoadingService(dtype="float32").as_service(), replace(stored, weight_bits=4.666), "URL")
+    assert "parameters, bfloat16 weights, 4.67 bits per weight, computed in float32, context" in packed
     assert "  size    8.70 M parameters, bfloat16, context of 2,048 tokens\n" in shown()
     assert "  device  2 x GPU, C++ kernels\n" in shown() and "network" not in shown()
     keyed = shown(host="0.0.0.0", keys_file=tmp_path)

@@ -39,20 +39,8 @@ def as_computed(_name: str, dtype: str) -> str:
     return dtype
 
 
-class PackedWeights(Protocol):
-    """Weights of which some are stored as integers in groups: StoredWeights."""
-
-    def packed_formats(self, name: str) -> tuple[tuple[PackedFormat, int], ...]:
-        """Format and rows of each part of a parameter, which follow each other; none if it is dense."""
-        ...
-
-    def read_packed(self, name: str) -> tuple[PackedMatrix, ...]:
-        """The parts of a parameter. The rows of several matrices follow each other."""
-        ...
-
-
 class AllDense:
-    """PackedWeights of which none is."""
+    """Weights of which none is packed: see PackedWeights."""
 
     def packed_formats(self, _name: str) -> tuple[tuple[PackedFormat, int], ...]:
         """See PackedWeights."""

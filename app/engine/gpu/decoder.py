@@ -183,10 +183,10 @@ class PagedDecoder:
 
 
 def _experts_spec(experts: RoutedExperts) -> ExpertsSpec:
-    up, down, up_scales, down_scales = experts.integers or (experts.up, experts.down, None, None)
+    up, down = experts.packed or (None, None)
     return ExpertsSpec(
-        up=ExpertMatrices(up, up_scales, experts.up_bias),
-        down=ExpertMatrices(down, down_scales, experts.down_bias),
+        up=ExpertMatrices(up or experts.up, experts.up_bias),
+        down=ExpertMatrices(down or experts.down, experts.down_bias),
         activation=experts.name,
         gated=experts.gated,
     )

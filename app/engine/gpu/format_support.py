@@ -26,18 +26,21 @@ def check_quantize(
     if not needs_gpu(quantize):
         return
     if device != "cuda":
-        raise ValueError(f"--quantize fp8 requires a GPU, and the device is {device}: use --quantize int8 or none")
+        raise ValueError(
+            f"--quantize fp8 requires a GPU, and the device is {device}: use --quantize int8, int4 or none"
+        )
     if capability is None or capability < _FP8_CAPABILITY:
         found = "unknown" if capability is None else f"{capability[0]}.{capability[1]}"
         raise ValueError(
             "--quantize fp8 requires a GPU of compute capability 8.9 or newer (Ada, Hopper, Blackwell), and this one "
-            f"has {found}: use --quantize int8 or none"
+            f"has {found}: use --quantize int8, int4 or none"
         )
     needed = _FP8_TORCH.get(capability, (0, 0))
     if tuple(map(int, torch_version.split(".")[:2])) < needed:
         raise ValueError(
             f"--quantize fp8 on a GPU of compute capability {capability[0]}.{capability[1]} requires torch "
-            f"{needed[0]}.{needed[1]} or newer, and this is {torch_version}: update it, or use --quantize int8 or none"
+            f"{needed[0]}.{needed[1]} or newer, and this is {torch_version}: update it, or use --quantize int8, int4 "
+            "or none"
         )
     if dtype != torch.bfloat16:
         raise ValueError("--quantize fp8 computes in bfloat16: use --dtype bfloat16 or auto")

@@ -19,13 +19,14 @@ import torch
 from app.engine.gpu.kernels.interface import SHARED_BYTES, Kernels
 from app.engine.quantization.quantized_weights import (
     Fp8RowQuantizer,
-    Int8Product,
-    dequantized_product,
+    PackedProduct,
+    packed_product,
     quantize_fp8_rows,
 )
 
 _MAX_MESSAGE_LENGTH = 200
 _ENGINE = Path(__file__).parents[1]
+_MODEL = Path(__file__).parents[3] / "model"
 
 
 class LoadedKernels(NamedTuple):
@@ -39,7 +40,7 @@ class LoadedKernels(NamedTuple):
 class QuantizedKernels:
     """Kernels for products of quantized matrices. The defaults are the reference implementations, for any device."""
 
-    int8_product: Int8Product = dequantized_product
+    packed_product: PackedProduct = packed_product
     fp8_rows: Fp8RowQuantizer = quantize_fp8_rows
 
 
@@ -56,15 +57,16 @@ def triton_kernels(shared_bytes: int = SHARED_BYTES) -> LoadedKernels | None:
     return LoadedKernels(kernels, f"triton-{version}-{sources_key()}")
 
 
-def sources_key(engine: Path = _ENGINE) -> str:
+def sources_key(engine: Path = _ENGINE, model: Path = _MODEL) -> str:
     """Eight digits of a hash of what the bits of a step depend on: sources of kernels, tile sizes, products.
 
-    Every edit of them changes it, since a change of bits is easily overlooked. engine: the folder app/engine.
+    Every edit of them changes it, since a change of bits is easily overlooked. engine, model: app/engine and model.
     """
     gpu = ("decoder.py", "linears.py", "kernels/interface.py", "kernels/triton/*.py")
     parts = ("quantization/quantized_weights.py", *(f"gpu/{part}" for part in gpu))
-    sources = [path for part in parts for path in engine.glob(part)]
-    contents = [path.name.encode() + b"\0" + path.read_bytes() + b"\0" for path in sorted(sources)]
+    sources = sorted(path for part in parts for path in engine.glob(part))
+    sources += [model / part for part in ("nn/packed_tensors.py", "packed_matrix.py", "quantize.py")]
+    contents = [path.name.encode() + b"\0" + path.read_bytes() + b"\0" for path in sources]
     return hashlib.sha256(b"".join(contents)).hexdigest()[:8]
 
 
@@ -91,4 +93,4 @@ def quantized_kernels(device: torch.device, dtype: torch.dtype) -> QuantizedKern
     if device.type != "cuda" or dtype == torch.float32 or find_spec("triton") is None:
         return REFERENCE_KERNELS
     products = import_module("app.engine.gpu.kernels.triton.quantized_products")
-    return QuantizedKernels(int8_product=products.int8_product, fp8_rows=products.quantize_fp8_rows)
+    return QuantizedKernels(packed_product=products.packed_product, fp8_rows=products.quantize_fp8_rows)

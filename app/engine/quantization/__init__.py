@@ -1,5 +1,5 @@
-"""Weights quantized to integers or fp8, and products with them in torch.
+"""Weights that are stored in fewer bits, packed or in fp8, and products with them in torch.
 
-Main names: quantize(), round_weights(), dequantized_product(), fp8_product().
-Invariants: integers are weight-only and symmetric: every backend computes with the same rounded numbers.
+Main names: packed_product(), fp8_product().
+Invariants: packed matrices are weight-only: every backend computes with the same rounded numbers.
 """

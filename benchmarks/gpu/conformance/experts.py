@@ -22,6 +22,8 @@ from benchmarks.gpu.reference_kernels import ReferenceKernels
 from benchmarks.gpu.results import Finding
 from model.config import Activation, Experts, ExpertScore
 from model.nn.feed_forward import Routes
+from model.nn.packed_tensors import PackedTensors
+from model.quantize import QuantizedKind, quantized
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,11 +35,11 @@ class ExpertsShape:
     experts: Experts
     activation: Activation = "silu"
     gated: bool = True
-    is_int8: bool = False
+    quantize: QuantizedKind | None = None
 
     def __str__(self) -> str:
         experts = f"{self.experts.chosen} of {self.experts.count} experts, {self.width} x {self.experts.width}"
-        return f"{self.tokens} tokens, {experts}, {self.activation}" + ", int8" * self.is_int8
+        return f"{self.tokens} tokens, {experts}, {self.activation}" + (f", {self.quantize}" if self.quantize else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,17 +74,19 @@ class ExpertsScene:
 
 
 def _poisoned(matrices: ExpertMatrices, is_unused_E: Tensor) -> ExpertMatrices:
-    """Integers have no NaN: their scales do."""
+    """Codes have no NaN: their scales or units do."""
 
     def poison(numbers: Tensor) -> Tensor:
-        if not numbers.is_floating_point():
-            return numbers
-        return numbers.masked_fill(is_unused_E.view(-1, *[1] * (numbers.ndim - 1)), float("nan"))
+        by_expert = numbers.reshape(len(is_unused_E), -1)
+        return by_expert.masked_fill(is_unused_E[:, None], float("nan")).view(numbers.shape)
 
-    numbers, scales, bias = matrices
-    return ExpertMatrices(
-        poison(numbers), None if scales is None else poison(scales), None if bias is None else poison(bias)
-    )
+    numbers, bias = matrices
+    poisoned_bias = None if bias is None else poison(bias)
+    if not isinstance(numbers, PackedTensors):
+        return ExpertMatrices(poison(numbers), poisoned_bias)
+    of = numbers.scales
+    scales = replace(of, values=poison(of.values)) if of.units is None else replace(of, units=poison(of.units))
+    return ExpertMatrices(replace(numbers, scales=scales), poisoned_bias)
 
 
 def build(shape: ExpertsShape, dtype: torch.dtype, device: str, seed: int) -> ExpertsScene:
@@ -106,10 +110,10 @@ def build(shape: ExpertsShape, dtype: torch.dtype, device: str, seed: int) -> Ex
     def matrices(rows: int, columns: int, seed: int) -> ExpertMatrices:
         numbers = random((experts.count, rows, columns), torch.float32, device, seed) * columns**-0.5
         bias_EN = random((experts.count, rows), dtype, device, seed + 1) if experts.bias else None
-        if not shape.is_int8:
-            return ExpertMatrices(numbers.to(dtype), None, bias_EN)
-        scales_EN = numbers.abs().amax(-1) / 127
-        return ExpertMatrices((numbers / scales_EN[..., None]).round().to(torch.int8), scales_EN, bias_EN)
+        if shape.quantize is None:
+            return ExpertMatrices(numbers.to(dtype), bias_EN)
+        packed = quantized(numbers.flatten(0, 1).cpu().numpy(), shape.quantize)
+        return ExpertMatrices(PackedTensors.of(packed, (experts.count, rows, columns), numbers.device), bias_EN)
 
     return ExpertsScene(
         shape=shape,
@@ -134,8 +138,9 @@ LARGE = (
     ExpertsShape(tokens=2100, width=2048, experts=replace(_QWEN3, normalized=False)),
     ExpertsShape(tokens=500, width=2880, experts=_GPT_OSS, activation="swiglu_clamped"),
     ExpertsShape(tokens=400, width=1000, experts=_SIGMOID, activation="relu2", gated=False),
-    ExpertsShape(tokens=300, width=2048, experts=_QWEN3, is_int8=True),
-    ExpertsShape(tokens=2100, width=2048, experts=_QWEN3, is_int8=True),
+    ExpertsShape(tokens=300, width=2048, experts=_QWEN3, quantize="int8"),
+    ExpertsShape(tokens=300, width=2048, experts=_QWEN3, quantize="int4"),
+    ExpertsShape(tokens=2100, width=2048, experts=_QWEN3, quantize="int4"),
 )
 
 
@@ -145,7 +150,7 @@ def small(score: ExpertScore) -> ExpertsShape:
     experts = Experts(
         count=5,
         chosen=3,
-        width=20,
+        width=48,
         score=score,
         normalized=score == "sigmoid",
         factor=1.0 if is_of_chosen else 1.5,
@@ -155,10 +160,10 @@ def small(score: ExpertScore) -> ExpertsShape:
     )
     return ExpertsShape(
         tokens=41,
-        width=72,
+        width=80,
         experts=experts,
         activation="swiglu_clamped" if is_of_chosen else "silu",
-        is_int8=score == "sigmoid",
+        quantize={"sigmoid": "int4", "softmax_of_chosen": "int8"}.get(score),  # type: ignore[arg-type]
     )
 
 

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from app.common.types import Request, SamplingParams
-from app.engine.quantization.quantized_weights import round_weights
 from model.config import ExpertScore
 from model.nn.feed_forward import MixtureOfExperts, RoutedExperts, Routes
 from model.nn.transformer import Decoder
-from model.weight_formats import WeightFormat
-from tests.support.model.tiny_models import mixture_config, run_all, tiny_decoder, tiny_engine
+from model.quantize import QuantizedKind, quantized
+from tests.support.model.tiny_models import mixture_config, round_weights, run_all, tiny_decoder, tiny_engine
 
 SCORES: tuple[ExpertScore, ...] = get_args(ExpertScore)
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -109,13 +108,15 @@ def test_experts_add_up_in_float32_in_the_order_of_their_ids() -> None:
         assert torch.equal(found_D, total_D.bfloat16())
 
 
-def test_int8_gives_each_row_of_an_expert_a_scale_and_leaves_the_router() -> None:
-    decoder, rounded = tiny_decoder(mixture_config(shared_width=8)), tiny_decoder(mixture_config(shared_width=8))
-    round_weights(rounded, WeightFormat(kind="int8"))
+@pytest.mark.parametrize("kind", get_args(QuantizedKind))
+def test_experts_and_the_shared_one_are_quantized_and_the_router_is_not(kind: QuantizedKind) -> None:
+    """Rounded logits would choose other experts."""
+    config = mixture_config(width=48, shared_width=16)
+    decoder, rounded = tiny_decoder(config), round_weights(tiny_decoder(config), kind)
     before, after = _mixture(decoder), _mixture(rounded)
     assert torch.equal(before.router.weight, after.router.weight)
     for name in ("up", "down"):
         exact, found = getattr(before.experts, name), getattr(after.experts, name)
-        scale = exact.abs().amax(-1, keepdim=True) / 127
-        assert torch.equal((exact / scale).round() * scale, found)
+        packed = quantized(exact.flatten(0, 1).numpy(), kind)
+        assert torch.equal(torch.from_numpy(packed.dequantized("float32")).view(exact.shape), found)
     assert before.shared and after.shared and not torch.equal(before.shared.up.weight, after.shared.up.weight)

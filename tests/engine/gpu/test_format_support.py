@@ -13,13 +13,19 @@ from tests.support.model.tiny_models import mixture_config, tiny_config
 @pytest.mark.parametrize(
     ("device", "dtype", "capability", "version", "reason"),
     [
-        ("cpu", torch.bfloat16, None, "2.13.0", "requires a GPU, and the device is cpu: use --quantize int8 or none"),
+        (
+            "cpu",
+            torch.bfloat16,
+            None,
+            "2.13.0",
+            "requires a GPU, and the device is cpu: use --quantize int8, int4 or none",
+        ),
         (
             "cuda",
             torch.bfloat16,
             (8, 6),
             "2.13.0",
-            r"capability 8\.9 or newer .* has 8\.6: use --quantize int8 or none",
+            r"capability 8\.9 or newer .* has 8\.6: use --quantize int8, int4 or none",
         ),
         ("cuda", torch.float32, (9, 0), "2.13.0", "computes in bfloat16: use --dtype bfloat16 or auto"),
         (

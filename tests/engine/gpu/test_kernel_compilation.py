@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from app.engine.gpu.kernels.interface import SPLIT, attention_bytes, attention_fits, attention_launch, padded_dim
+from benchmarks.gpu.conformance.packed import FORMATS
 from tests.support import ROOT
 from tests.support.gpu.kernel_backends import needs_triton
 
@@ -30,6 +31,8 @@ MAX_STACK = 64
 """Bytes of a thread. Registers that do not fit lie there, in memory."""
 MAX_BLACKWELL_STACK = 216
 """The same on Blackwell for attention that adds split after split: outside the loops over tiles, as everywhere."""
+WEIGHTS_PER_THREAD = 64
+"""Of a tile of a packed matrix: with an offset, each is one multiplication that is fused with an addition."""
 LAUNCHES_PER_LAYER = 10
 LAUNCHES_PER_ROUTED_LAYER = 14
 Facts = dict[str, Any]
@@ -160,14 +163,16 @@ def test_kernels_whose_variants_must_agree_do_not_fuse_multiply_add(compiled: di
     assert all(name.startswith("float32") and name.endswith("attention_kernel") for name in names), names
 
 
-def test_int8_uses_one_kind_of_matrix_unit(compiled: dict[int, dict[str, Facts]]) -> None:
+@pytest.mark.parametrize("weight", FORMATS)
+def test_packed_products_use_one_kind_of_matrix_unit(compiled: dict[int, dict[str, Facts]], weight: str) -> None:
     """For 16 tokens as for 64: 64 rows of the weight, 16 columns at a time, so that the order of sums is the same."""
-    for name, tokens in (("int8, 1 token", 16), ("int8, 64 tokens", 64)):
-        facts = compiled[90][f"{name} int8_product_kernel"]
+    for name, tokens in ((f"{weight}, 1 token", 16), (f"{weight}, 64 tokens", 64)):
+        facts = compiled[90][f"{name} packed_product_kernel"]
         assert facts["apart"] == ["n_rows", "x_stride"], "a token count would need a compilation while serving"
         assert facts["units"] == [f"wgmma.mma_async.sync.aligned.m64n{tokens}k16.f32.bf16.bf16"]
         assert facts["copies"], "loads wait for one another"
         assert facts["shared"] <= SHARED_BYTES[90] // 2, "two programs must fit on a multiprocessor"
+        assert facts["fused"] == (WEIGHTS_PER_THREAD if FORMATS[weight].has_offsets else 0), "no sum is fused"
 
 
 def test_product_is_fused_unless_its_addend_is_minus_zero() -> None:
@@ -197,7 +202,8 @@ def test_few_and_many_tokens_of_an_expert_use_one_kind_of_matrix_unit(compiled: 
             assert units == more, (capability, name)
             if not model.startswith("sigmoid32"):
                 assert len(units) == 1 and units[0].startswith(MATRIX_UNITS[capability]), (capability, name)
-                assert facts["fused"] == many["fused"] == 0, (capability, name)
+                n_products = 1 + (rest == "expert_up_kernel") if model.startswith("int4") else 0
+                assert facts["fused"] == many["fused"] == n_products * WEIGHTS_PER_THREAD, (capability, name)
     both = {f"expert_{what}_kernel" for what in ("up", "down")}
     assert {
         (capability, f"{model}:", kernel)
@@ -205,13 +211,14 @@ def test_few_and_many_tokens_of_an_expert_use_one_kind_of_matrix_unit(compiled: 
         for model in ("qwen3-moe", "gpt-oss")
         for kernel in both
     } <= seen
-    assert {(90, "int8 qwen3-moe,", kernel) for kernel in both} <= seen
+    assert {(90, f"{kind} qwen3-moe,", kernel) for kind in ("int8", "int4") for kernel in both} <= seen
 
 
 def test_pieces_of_a_weight_share_one_variant(compiled: dict[int, dict[str, Facts]]) -> None:
     """The first row of a piece is a number that would otherwise need a compilation while serving."""
-    facts = compiled[90]["int8, 65 tokens widen_kernel"]
-    assert facts["apart"] == [] and facts["registers"] <= 64, facts
+    for weight in FORMATS:
+        facts = compiled[90][f"{weight}, 65 tokens dequantize_kernel"]
+        assert facts["apart"] == [] and facts["registers"] <= 64, facts
 
 
 def test_fp8_rounding_matches_the_reference(compiled: dict[int, dict[str, Facts]]) -> None:
@@ -242,7 +249,7 @@ def test_stage_compiles_all_it_can_and_names_failures(tmp_path: Path) -> None:
 
 
 def test_no_request_needs_a_kernel_not_compiled_at_startup(launched: dict[str, Any]) -> None:
-    assert launched["tokens"] > 50 and {"attention_kernel", "int8_product_kernel", "sample_kernel"} <= {
+    assert launched["tokens"] > 50 and {"attention_kernel", "packed_product_kernel", "sample_kernel"} <= {
         name.split()[0] for name in launched["early"]
     }
     assert not launched["late"]

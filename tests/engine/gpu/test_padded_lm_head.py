@@ -7,12 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from app.engine.gpu.linears import quantize_decoder
+from app.engine.gpu.linears import pack_decoder, quantize_decoder
 from app.engine.gpu.padded_lm_head import padded_lm_head
 from model.config import ModelConfig
 from model.nn.layers import product
-from model.weight_formats import WeightFormat
-from tests.support.model.tiny_models import tiny_config, tiny_decoder
+from tests.support.model.tiny_models import quantized_weights, tiny_config, tiny_decoder
 
 ODD = 333
 UNTIED = tiny_config(tied_head=False, head_bias=True, qkv_bias=True, out_bias=True, mlp_bias=True, logit_soft_cap=30.0)
@@ -43,8 +42,10 @@ def test_aligned_or_quantized_head_is_not_padded() -> None:
     aligned = tiny_decoder()
     address = aligned.embedding.data_ptr()
     assert padded_lm_head(aligned) == aligned.head and aligned.embedding.data_ptr() == address
-    kinds: dict[str, bool] = {"int8": True, "fp8": False}  # fp8 does not support an odd number of rows
-    for kind, is_quantized in kinds.items():
+    for is_quantized in (True, False):  # fp8 does not support an odd number of rows
         decoder = tiny_decoder(replace(UNTIED, vocab_size=ODD))
-        quantize_decoder(decoder, WeightFormat(kind=kind))
+        if is_quantized:
+            pack_decoder(decoder, quantized_weights(decoder, "int8"))
+        else:
+            quantize_decoder(decoder)
         assert (padded_lm_head(decoder) == decoder.head) == is_quantized == (decoder.head_product is not product)

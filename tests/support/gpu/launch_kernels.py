@@ -22,17 +22,16 @@ from app.engine.execution.engine import Engine
 from app.engine.execution.warmup_batches import dummies
 from app.engine.gpu.kernels.interface import RowLookup
 from app.engine.gpu.kernels.triton.operations import TritonKernels
-from app.engine.gpu.kernels.triton.quantized_products import int8_product
-from app.engine.gpu.linears import quantize_decoder
+from app.engine.gpu.kernels.triton.quantized_products import packed_product
+from app.engine.gpu.linears import pack_decoder
 from app.engine.gpu.runner import DeviceRunner
 from app.engine.gpu.triton_loader import QuantizedKernels, triton_kernels
 from app.engine.scheduling.block_pool import BlockPool
 from app.engine.scheduling.scheduler import Scheduler, StepLimits
 from benchmarks.gpu.compilation import Driver, engine_launches
 from model.config import ModelConfig
-from model.weight_formats import WeightFormat
 from tests.support.gpu.emulated_engine import tiny_device_runner
-from tests.support.model.tiny_models import mixture_config, run_all, tiny_config, tiny_decoder
+from tests.support.model.tiny_models import mixture_config, quantized_weights, run_all, tiny_config, tiny_decoder
 
 ROWS, TOKENS, BLOCKS, BLOCK = 12, 64, 96, 64
 SHAPE = tiny_config(context=640, vocab_size=333, tied_head=False, qk_norm="head", n_layers=1)
@@ -92,9 +91,8 @@ def device_runner(kernels: Any, shape: ModelConfig, *, int8: bool) -> DeviceRunn
     decoder = tiny_decoder(shape, dtype=torch.bfloat16)
     decoder.make_tables()  # in float32, as in an engine
     if int8:
-        quantize_decoder(
-            decoder, WeightFormat(kind="int8"), QuantizedKernels(int8_product=int8_product), integer_experts=True
-        )
+        reader = quantized_weights(decoder, "int8")
+        pack_decoder(decoder, reader, QuantizedKernels(packed_product=packed_product), packs_experts=True)
     sizes = {"max_running": ROWS, "tokens_per_step": TOKENS, "blocks": BLOCKS, "block_size": BLOCK}
     return tiny_device_runner(decoder, **sizes, kernels=kernels)
 

@@ -14,7 +14,7 @@ import torch
 from app.common.types import Request, SampledEvent
 from app.engine.cpu.executor import NativeExecutor, ThreadPool
 from app.engine.cpu.library import load_library
-from app.engine.cpu.packed_decoder import BLOCK
+from app.engine.cpu.packed_decoder import BLOCK, ReadTensor
 from app.engine.cpu.sampler import NativeSampler
 from app.engine.cpu.toolchain.builder import find_or_build
 from app.engine.execution.encoder_cache import EncoderCache
@@ -23,7 +23,6 @@ from app.engine.execution.runner import Runner, StepExecutor
 from app.engine.execution.torch_executor import TorchExecutor
 from app.engine.guided.grammar_tracker import GrammarTracker
 from app.engine.memory.cache_groups import block_counts, cache_groups
-from app.engine.quantization.quantized_weights import round_weights
 from app.engine.sampling.sampler import TorchSampler
 from app.engine.scheduling.block_pool import BlockPool, blocks_in_window
 from app.engine.scheduling.scheduler import Scheduler, StepLimits
@@ -35,8 +34,10 @@ from model.checkpoint.golden_export import golden_file
 from model.config import Experts, LayerKind, ModelConfig, Rope
 from model.files import write_files
 from model.nn.transformer import Decoder
+from model.packed_matrix import PackedFormat, PackedMatrix
+from model.quantize import QuantizedKind, QuantizedWeights, packed_kind
 from model.tokenizer.tokenizer import Tokenizer
-from model.weight_formats import QUANTIZE, Quantize, WeightFormat, needs_gpu, weight_format
+from model.weight_formats import QUANTIZE, Quantize, needs_gpu
 
 GPT2: dict[str, Any] = {
     "norm": "layernorm", "norm_bias": True, "gated": False, "activation": "gelu_tanh", "positions": "learned",
@@ -167,7 +168,37 @@ def can_be_native(decoder: Decoder) -> bool:
 def round_weights_for(way: str, decoder: Decoder) -> None:
     """Rounds the decoder's weights as this backend does, for comparison of an oracle with its engine."""
     if way == "int8":
-        round_weights(decoder, WeightFormat(kind="int8"))
+        round_weights(decoder, "int8")
+
+
+def round_weights(decoder: Decoder, kind: QuantizedKind, *, embedding: bool = True) -> Decoder:
+    """Gives the matrices the numbers that their quantized ones stand for; embedding: whether that has them, too."""
+    reader = quantized_weights(decoder, kind)
+    for name, parameter in decoder.named_parameters():
+        if reader.packed_formats(name) and (embedding or name != "embedding"):
+            numbers = torch.from_numpy(reader.read(name, "float32"))
+            parameter.data = numbers.to(parameter.dtype)
+    return decoder
+
+
+class DenseWeights:
+    """PackedWeights of which none is packed."""
+
+    def __init__(self, read: ReadTensor) -> None:
+        self.read = read
+
+    def packed_formats(self, _name: str) -> tuple[tuple[PackedFormat, int], ...]:
+        """See PackedWeights."""
+        return ()
+
+    def read_packed(self, name: str) -> tuple[PackedMatrix, ...]:
+        """See PackedWeights."""
+        raise AssertionError(f"{name} is not packed")
+
+
+def quantized_weights(decoder: Decoder, kind: QuantizedKind) -> QuantizedWeights:
+    """The decoder's parameters as --quantize has them."""
+    return QuantizedWeights(DenseWeights(parameter_reader(decoder)), decoder.config, kind)
 
 
 def native_executor(
@@ -189,8 +220,9 @@ def native_executor_of(
 ) -> NativeExecutor:
     """Runs `decoder` in the kernels of `library`."""
     dtype = str(decoder.embedding.dtype).removeprefix("torch.")
-    options = {"dtype": dtype, "weight_format": weight_format(dtype, quantize)} | options
-    return NativeExecutor(library, decoder.config, parameter_reader(decoder), pool, **options)
+    kind = packed_kind(quantize)
+    read = quantized_weights(decoder, kind).read if kind else parameter_reader(decoder)
+    return NativeExecutor(library, decoder.config, read, pool, **({"dtype": dtype} | options))
 
 
 @cache

@@ -25,6 +25,7 @@ from app.engine.gpu.kernels.sample_out import SampleOut
 from app.engine.gpu.kernels.sampling_table import SamplingTable
 from model.config import Activation, Experts, Norm
 from model.nn.feed_forward import Routes
+from model.nn.packed_tensors import PackedTensors
 
 SPLIT = 512
 """Positions of a sequence that attention reduces separately; the splits are then merged in order."""
@@ -76,10 +77,8 @@ class RouterSpec:
 class ExpertMatrices(NamedTuple):
     """One matrix of each expert."""
 
-    numbers: Tensor
-    """[E, rows, columns] in the number format of the step, or int8."""
-    scales_EN: Tensor | None = None
-    """float32, of int8 numbers: a scale for each row."""
+    numbers: Tensor | PackedTensors
+    """[E, rows, columns], in the number format of the step or packed."""
     bias_EN: Tensor | None = None
 
 
@@ -298,13 +297,14 @@ def expert_item_tokens(n_choices: int, n_experts: int) -> int:
     return 16 if n_choices <= 16 * n_experts else 64
 
 
-def experts_launch(item_tokens: int, weight_size: int, item_size: int) -> Launch:
-    """Launch options and tile sizes of a product with experts: 128 bytes of each of 64 rows of a matrix at a time.
+def experts_launch(item_tokens: int, item_size: int, *, is_packed: bool = False) -> Launch:
+    """Launch options and tile sizes of a product with experts: 128 bytes of each of 64 rows of a matrix at a time, or
+    128 packed numbers, which groups of up to 128 columns divide.
 
     At most 72 KiB of shared memory. The tile sets the order of sums, so it must not depend on the number of tokens.
     """
     stages = 2 if item_size == 4 else 4 if item_tokens == 16 else 3
-    return {"BLOCK_N": 64, "BLOCK_K": 128 // max(weight_size, 4 * (item_size == 4)), **_launch(4, stages)}
+    return {"BLOCK_N": 64, "BLOCK_K": 128 if is_packed else 32 if item_size == 4 else 64, **_launch(4, stages)}
 
 
 def attention_launch(padded_dim: int, item_size: int, shared_bytes: int = SHARED_BYTES) -> Launch:

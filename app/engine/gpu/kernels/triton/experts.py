@@ -16,7 +16,7 @@ weights are not read.
                k |      x^T      |      in steps of BLOCK_K from the first column
           k      +---------------+
         +----+   +---------------+
-      n |  W | x | sums, float32 |  x scale of row n, + bias of row n, rounded as x is
+      n |  W | x | sums, float32 |  + bias of row n, rounded as x is
         +----+   +---------------+
 
 As in quantized_products.py, 64 rows of W fill the matrix unit however few tokens an item has, and both sizes of items
@@ -48,7 +48,9 @@ from app.engine.gpu.kernels.interface import (
     power_of_two,
 )
 from app.engine.gpu.kernels.triton.activations import activate, activate_gated
+from app.engine.gpu.kernels.triton.packed_weights import UNPACKED, packed_constants, packed_pointers, packed_tile
 from model.nn.feed_forward import LEAST_SUM, Routes
+from model.nn.packed_tensors import PackedTensors
 
 ROUTER_SPLIT = 256
 """Columns of the router that a program sums; choose_kernel adds the splits in order."""
@@ -235,22 +237,28 @@ def group_by_expert(ids_TC: Tensor, n_experts: int) -> ExpertGroups:
 
 @triton.jit
 def product_of(
-    x_1T, is_token_T, weight_ptr, scales_ptr, bias_ptr, matrix, row_N, is_row_N,
-    N_ROWS: tl.constexpr, N_COLUMNS: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    x_1T, is_token_T, weight_ptr, scales_ptr, scale_units_ptr, offsets_ptr, offset_units_ptr, bias_ptr,
+    matrix, row_N, is_row_N,
+    N_ROWS: tl.constexpr, N_COLUMNS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_K: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, HAS_UNITS: tl.constexpr, HAS_OFFSETS: tl.constexpr,
+    STEP: tl.constexpr, FIRST: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
 ):  # fmt: skip
-    """[N, T] in float32: rows of one matrix times the tokens whose numbers begin at x_1T."""
+    """[N, T] in float32: rows of one matrix times the tokens whose numbers begin at x_1T. BITS 0: it is not packed."""
     row_N = matrix.to(tl.int64) * N_ROWS + row_N
-    weight_N1 = weight_ptr + row_N[:, None] * N_COLUMNS
     out_NT = tl.zeros((row_N.shape[0], x_1T.shape[1]), tl.float32)
     for start in range(0, N_COLUMNS, BLOCK_K):
         column_K = start + tl.arange(0, BLOCK_K)
         is_column_K = column_K < N_COLUMNS
-        w_NK = tl.load(weight_N1 + column_K[None, :], mask=is_row_N[:, None] & is_column_K[None, :], other=0)
+        if BITS == 0:
+            w_mask_NK = is_row_N[:, None] & is_column_K[None, :]
+            w_NK = tl.load(weight_ptr + row_N[:, None] * N_COLUMNS + column_K[None, :], mask=w_mask_NK, other=0)
+        else:
+            w_NK = packed_tile(
+                weight_ptr, scales_ptr, scale_units_ptr, offsets_ptr, offset_units_ptr, row_N, is_row_N, start,
+                N_COLUMNS, BLOCK_K, BITS, GROUP, HAS_UNITS, HAS_OFFSETS, STEP, FIRST, LOW, HIGH,
+            )  # fmt: skip
         x_KT = tl.load(x_1T + column_K[:, None], mask=is_column_K[:, None] & is_token_T[None, :], other=0.0)
         out_NT = tl.dot(w_NK.to(x_KT.dtype), x_KT, out_NT, input_precision="ieee")
-    if HAS_SCALES:
-        out_NT *= tl.load(scales_ptr + row_N, mask=is_row_N, other=0.0)[:, None]
     if HAS_BIAS:
         out_NT += tl.load(bias_ptr + row_N, mask=is_row_N, other=0.0).to(tl.float32)[:, None]
     return out_NT
@@ -258,10 +266,12 @@ def product_of(
 
 @triton.jit
 def expert_up_kernel(
-    x_ptr, weight_ptr, scales_ptr, bias_ptr, count_ptr, items_ptr, choices_ptr, out_ptr,
+    x_ptr, weight_ptr, scales_ptr, scale_units_ptr, offsets_ptr, offset_units_ptr, bias_ptr,
+    count_ptr, items_ptr, choices_ptr, out_ptr,
     WIDTH: tl.constexpr, HIDDEN: tl.constexpr, CHOSEN: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr,
-    HAS_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, HAS_UNITS: tl.constexpr, HAS_OFFSETS: tl.constexpr,
+    STEP: tl.constexpr, FIRST: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
 ):  # fmt: skip
     """Some hidden numbers of an item, activated: the products with gate and up are rounded, then what follows."""
     if tl.program_id(1) >= tl.load(count_ptr):
@@ -277,13 +287,15 @@ def expert_up_kernel(
     is_row_N = row_N < HIDDEN
     ROWS: tl.constexpr = 2 * HIDDEN if GATED else HIDDEN
     gate_NT = product_of(
-        x_1T, is_token_T, weight_ptr, scales_ptr, bias_ptr, expert, row_N, is_row_N,
-        ROWS, WIDTH, HAS_SCALES, HAS_BIAS, BLOCK_K,
+        x_1T, is_token_T, weight_ptr, scales_ptr, scale_units_ptr, offsets_ptr, offset_units_ptr, bias_ptr,
+        expert, row_N, is_row_N, ROWS, WIDTH, HAS_BIAS, BLOCK_K,
+        BITS, GROUP, HAS_UNITS, HAS_OFFSETS, STEP, FIRST, LOW, HIGH,
     ).to(out_ptr.dtype.element_ty)  # fmt: skip
     if GATED:
         up_NT = product_of(
-            x_1T, is_token_T, weight_ptr, scales_ptr, bias_ptr, expert, HIDDEN + row_N, is_row_N,
-            ROWS, WIDTH, HAS_SCALES, HAS_BIAS, BLOCK_K,
+            x_1T, is_token_T, weight_ptr, scales_ptr, scale_units_ptr, offsets_ptr, offset_units_ptr, bias_ptr,
+            expert, HIDDEN + row_N, is_row_N, ROWS, WIDTH, HAS_BIAS, BLOCK_K,
+            BITS, GROUP, HAS_UNITS, HAS_OFFSETS, STEP, FIRST, LOW, HIGH,
         ).to(out_ptr.dtype.element_ty)  # fmt: skip
         out_NT = activate_gated(gate_NT, up_NT, bias_ptr, KIND)
     else:
@@ -294,9 +306,12 @@ def expert_up_kernel(
 
 @triton.jit
 def expert_down_kernel(
-    hidden_ptr, weight_ptr, scales_ptr, bias_ptr, count_ptr, items_ptr, choices_ptr, out_ptr,
-    WIDTH: tl.constexpr, HIDDEN: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr,
+    hidden_ptr, weight_ptr, scales_ptr, scale_units_ptr, offsets_ptr, offset_units_ptr, bias_ptr,
+    count_ptr, items_ptr, choices_ptr, out_ptr,
+    WIDTH: tl.constexpr, HIDDEN: tl.constexpr, HAS_BIAS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, HAS_UNITS: tl.constexpr, HAS_OFFSETS: tl.constexpr,
+    STEP: tl.constexpr, FIRST: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
 ):  # fmt: skip
     """Some numbers of what an expert computes for the tokens of an item, rounded, in the order of choices."""
     if tl.program_id(1) >= tl.load(count_ptr):
@@ -311,8 +326,9 @@ def expert_down_kernel(
     row_N = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_row_N = row_N < WIDTH
     out_NT = product_of(
-        x_1T, is_token_T, weight_ptr, scales_ptr, bias_ptr, expert, row_N, is_row_N,
-        WIDTH, HIDDEN, HAS_SCALES, HAS_BIAS, BLOCK_K,
+        x_1T, is_token_T, weight_ptr, scales_ptr, scale_units_ptr, offsets_ptr, offset_units_ptr, bias_ptr,
+        expert, row_N, is_row_N, WIDTH, HIDDEN, HAS_BIAS, BLOCK_K,
+        BITS, GROUP, HAS_UNITS, HAS_OFFSETS, STEP, FIRST, LOW, HIGH,
     )  # fmt: skip
     offset_NT = choice_T.to(tl.int64)[None, :] * WIDTH + row_N[:, None]
     tl.store(out_ptr + offset_NT, out_NT.to(out_ptr.dtype.element_ty), mask=is_row_N[:, None] & is_token_T[None, :])
@@ -350,10 +366,12 @@ def compute_experts(x_TD: Tensor, routes: Routes, experts: ExpertsSpec) -> Tenso
         ),
         (expert_down_kernel, hidden_AF, width, experts.down, out_AD, {}),
     ):  # fmt: skip
-        launch = experts_launch(block_t, matrices.numbers.element_size(), x_TD.element_size())
+        numbers = matrices.numbers
+        packed = numbers.format if isinstance(numbers, PackedTensors) else None
+        launch = experts_launch(block_t, x_TD.element_size(), is_packed=packed is not None)
         kernel[(triton.cdiv(rows, launch["BLOCK_N"]), n_items)](
             x, *_pointers(matrices), *groups, out,
-            HAS_SCALES=matrices.scales_EN is not None, HAS_BIAS=matrices.bias_EN is not None,
+            HAS_BIAS=matrices.bias_EN is not None, **(packed_constants(packed) if packed else UNPACKED),
             **sizes, **more, **launch,
         )  # fmt: skip
     out_TD = torch.empty_like(x_TD)
@@ -363,8 +381,12 @@ def compute_experts(x_TD: Tensor, routes: Routes, experts: ExpertsSpec) -> Tenso
     return out_TD
 
 
-def _pointers(matrices: ExpertMatrices) -> tuple[Tensor, Tensor, Tensor]:
-    """Numbers, scales and bias; the kernels do not read what stands in for a missing one."""
-    numbers, scales, bias = matrices
-    assert numbers.is_contiguous()
-    return numbers, numbers if scales is None else scales, numbers if bias is None else bias
+def _pointers(matrices: ExpertMatrices) -> tuple[Tensor, ...]:
+    """Those of packed_pointers() and the bias; the kernels do not read what stands in for a missing one."""
+    numbers, bias = matrices
+    if isinstance(numbers, PackedTensors):
+        pointers: tuple[Tensor, ...] = packed_pointers(numbers)
+    else:
+        assert numbers.is_contiguous()
+        pointers = (numbers,) * 5
+    return (*pointers, pointers[0] if bias is None else bias)
