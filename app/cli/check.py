@@ -14,12 +14,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import torch
 
 from app.chat.template_client import ChatTemplate
 from app.common.ipc import Ready, WorkerConfig
 from app.common.settings import Settings
+from app.engine.backends import parameter_bytes
 from app.engine.cpu.packed_decoder import BLOCK
 from app.engine.memory.memory_plan import CacheShape, cache_share_on_cpu
 from app.engine.startup import TOKENS_PER_STEP, build_engine
@@ -27,7 +29,8 @@ from app.tokenization.tokenizer_trial import check_vocabulary, try_tokenizer
 from model.cache_formats import KvCache
 from model.checkpoint.checkpoint import load
 from model.checkpoint.config_file import load_config
-from model.checkpoint.golden_export import verify
+from model.checkpoint.golden import GOLDEN_FILE
+from model.checkpoint.golden_export import golden_loss, verify
 from model.checkpoint.hub import resolve_weights, source_of
 from model.checkpoint.manifest import check_manifest, read_model_name
 from model.checkpoint.model_summary import Line, cost_lines, memory_lines, shape_lines
@@ -36,6 +39,9 @@ from model.checkpoint.tensor_index import check_layout
 from model.command_line import OneLineParser
 from model.config import ModelConfig
 from model.files import CheckpointError, linked_caches, one_line, unfinished_run
+from model.nn.transformer import Decoder
+from model.parameter_shapes import parameter_shapes
+from model.quantize import QuantizedKind, QuantizedWeights, describe_unquantized
 from model.tokenizer.tokenizer import Tokenizer
 
 _CONTEXT = 512
@@ -85,6 +91,7 @@ def _check(directory: Path) -> list[Line]:
     check_vocabulary(directory, tokenizer, decoder.config.vocab_size)
     difference = verify(decoder, directory)
     is_whole = check_manifest(directory, weights.hashes)
+    quantize_lines = list(_quantize_lines(weights, decoder, directory))
     defaults = ready.sampling_defaults
     return [
         ("name", read_model_name(directory) or directory.resolve().name),
@@ -100,6 +107,7 @@ def _check(directory: Path) -> list[Line]:
         ("chat", "no template" if template is None else "has a template"),
         ("defaults", ", ".join(f"{name} {value:g}" for name, value in defaults.items()) or "the model brings none"),
         ("golden", "none" if difference is None else f"passed, largest difference {difference:.1e}"),
+        *quantize_lines,
         ("manifest", "passed" if is_whole else "none"),
         *(("links", f"{count} files are in the cache {cache}") for cache, count in linked_caches(directory).items()),
         ("version", weights.version),
@@ -120,6 +128,35 @@ def _file_lines(weights: StoredWeights) -> list[Line]:
         kinds = Counter(packed.format.describe() for packed in weights.packed.values())
         lines.append(("packed", ", ".join(f"{count:,} matrices of {kind}" for kind, count in kinds.items())))
     return lines
+
+
+_QUANTIZED_TO_MEASURE = 1 << 29
+"""Parameters of a model that check quantizes: more would take minutes."""
+
+
+def _quantize_lines(weights: StoredWeights, decoder: Decoder, directory: Path) -> Iterator[Line]:
+    """Bits per weight, and the loss on the text of golden.json, with each value of --quantize that packs matrices.
+
+    Changes the decoder.
+    """
+    shapes = parameter_shapes(weights.config)
+    for kind in get_args(QuantizedKind):
+        served = QuantizedWeights(weights, weights.config, kind)
+        n_bytes = parameter_bytes(served, shapes, "bfloat16", ())
+        text = f"{8 * n_bytes / weights.n_params:.3g} bits per weight"
+        loss = None
+        if weights.n_params <= _QUANTIZED_TO_MEASURE:
+            try:
+                for name in shapes:
+                    if served.packed_formats(name):
+                        decoder.get_parameter(name).data = torch.from_numpy(served.read(name, "float32"))
+            except ValueError as error:
+                yield kind, str(error)
+                continue
+            loss = golden_loss(decoder, directory)
+        measured = "" if loss is None else f", {loss:+.2%} bits per byte of {GOLDEN_FILE}"
+        unquantized = describe_unquantized(weights.config, kind)
+        yield kind, f"{text}{measured}" + (f"; {unquantized}" if unquantized else "")
 
 
 _PROCESSES = 768 << 20

@@ -126,7 +126,7 @@ def check_golden(
     logprobs = answers[request.id].scores
     if tolerance := golden_tolerance(KINDS[number_format].golden_tolerance, kv_cache):
         difference = golden.compare_rounded(logprobs, relative_tolerance=tolerance)
-        return f"{GOLDEN_FILE} passed, mean difference {difference:.1e}"
+        return f"{GOLDEN_FILE} passed, mean difference {difference:.1e}, {golden.loss(logprobs):+.2%} bits per byte"
     return f"{GOLDEN_FILE} passed, largest difference {golden.compare(logprobs):.1e}"
 
 

@@ -37,6 +37,12 @@ def verify(decoder: Decoder, directory: Path) -> float | None:
     return None if golden is None else golden.compare(_logprobs(decoder, list(golden.prompt)).tolist())
 
 
+def golden_loss(decoder: Decoder, directory: Path) -> float | None:
+    """See Golden.loss: of a decoder whose weights are rounded; None without golden.json. Raises CheckpointError."""
+    golden = read_golden(directory, decoder.config)
+    return None if golden is None else golden.loss(_logprobs(decoder, list(golden.prompt)).tolist())
+
+
 def _logprobs(decoder: Decoder, prompt: list[int]) -> Tensor:
     assert decoder.embedding.dtype == torch.float32 and decoder.embedding.device.type == "cpu"
     source = prompt if decoder.config.n_encoder_layers else None

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from model.checkpoint.checkpoint import load
-from model.checkpoint.golden import GOLDEN_FILE
+from model.checkpoint.golden import GOLDEN_FILE, Golden
 from model.checkpoint.golden_export import as_stored, golden_file, verify
 from model.files import CheckpointError
 from model.nn.transformer import Decoder
@@ -83,3 +83,9 @@ def test_weights_are_rounded_as_stored_and_tables_are_not() -> None:
 def test_default_weights_pass_their_golden_file() -> None:
     difference = verify(_load(ROOT / "weights"), ROOT / "weights")
     assert difference is not None and difference < 1e-4
+
+
+def test_loss_is_the_share_of_more_bits() -> None:
+    golden = Golden(path=Path("golden.json"), prompt=(1, 2, 3), logprobs=(-1.0, -3.0))
+    assert golden.loss([-1.0, -3.0]) == 0 and golden.loss([-2.0, -4.0]) == 0.5 and golden.loss([-0.5]) == -0.5
+    assert Golden(path=Path("golden.json"), prompt=(1, 2), logprobs=(0.0,)).loss([-1.0]) == 0
