@@ -22,7 +22,8 @@ from model.train.__main__ import main
 from model.train.data.token_cache import separator
 from tests.support.lazy_modules import transformers
 from tests.support.model import sample_tokenizers
-from tests.support.model.hub_checkpoints import family_name, reference_logits, reference_model
+from tests.support.model.hub_checkpoints import family_name, reference_logits, reference_model, save_reference
+from tests.support.model.quantized_checkpoints import LAYOUTS, quantize_checkpoint
 from tests.support.model.tiny_models import TEXT, tiny_weights
 from tests.support.model.training_runs import is_identical, signal_after
 
@@ -105,6 +106,29 @@ def test_fine_tuned_model_of_each_family_is_read_by_transformers(
     assert check([str(out)]) == 0
     printed = capsys.readouterr().out
     assert "golden       passed" in printed and "manifest     passed" in printed
+
+
+@pytest.mark.parametrize("layout", ["awq", "gptq of 8 bits", "pack-quantized with zero points"])
+def test_packed_weights_are_trained_as_numbers_and_exported_without_their_quantization(
+    tmp_path: Path, text: Path, layout: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A step of rate 1e-30 changes nothing: the export has the numbers that the packed matrices stand for."""
+    base, out = tmp_path / "base", tmp_path / "out"
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_attention_heads": 4}
+    save_reference("llama-b", base, vocab_size=ROWS, **sizes)
+    sample_tokenizers.save(sample_tokenizers.llama3(), base, tokenizer_class="PreTrainedTokenizerFast")
+    quantize_checkpoint(base, *LAYOUTS[layout])
+    flags = ("--steps", "1", "--lr", "1e-30", "--weight-decay", "0", "--export-dtype", "float32")
+    assert _train(base, text, out, *flags) == 0, capsys.readouterr().err
+    assert "quantization_config" not in json.loads((out / "config.json").read_text())
+    before, after = (load(each, device=CPU, dtype=torch.float32) for each in (base, out))
+    assert before.weights.packed and not after.weights.packed
+    for (name, expected), found in zip(
+        before.decoder.state_dict().items(), after.decoder.state_dict().values(), strict=True
+    ):
+        assert torch.allclose(found, expected, rtol=0, atol=1e-20), name
+    transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert check([str(out)]) == 0
 
 
 @pytest.mark.parametrize("switches", [{"norm_position": "post", "final_norm": False}, {"tied_head": False}])
