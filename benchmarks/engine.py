@@ -29,7 +29,7 @@ from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import msgspec
 import torch
@@ -53,18 +53,18 @@ from app.guided.grammar import grammar_from
 from benchmarks.common import alternate, command_line, median_of, print_result
 from benchmarks.engine_driver import cancel_all, random_prompt, request, run_until_decoding
 from benchmarks.gpu.engines import emulated_engine
-from benchmarks.shapes import PACKED, SHAPES, RandomPacked, parameter_reader
+from benchmarks.shapes import SHAPES, DenseWeights, RandomPacked, parameter_reader
 from model.checkpoint.config_file import load_config
 from model.config import ModelConfig
 from model.files import one_line
 from model.nn.transformer import Decoder
 from model.number_formats import ITEM_BYTES
 from model.presets import preset
-from model.weight_formats import WeightFormat
+from model.quantize import QuantizedKind
 
 T = TypeVar("T")
 KERNELS = ("native", "torch")
-STORED = ("float32", "bfloat16", "int8", *PACKED)
+STORED = ("float32", "bfloat16", *get_args(QuantizedKind))
 """Weights of `operations` and `levels`."""
 CONTEXT_TOKENS = 200
 LEVEL_STEPS = ("1 rows", "8 rows", "32 rows", "prompt")
@@ -303,20 +303,18 @@ class DecodeSteps:
         if (dtype, stored) == ("bfloat16", "float32"):
             raise ValueError("weights in float32 are computed in float32: give --dtype float32")
         decoder = Decoder(config).initialize(0).to(torch.bfloat16).requires_grad_(False)
-        is_number = stored in ITEM_BYTES
+        kind: QuantizedKind | None = "int4" if stored == "int4" else "int8" if stored == "int8" else None
         loaded, self._length = load_library(library), min(CONTEXT_TOKENS, config.context - 1)
         blocks, read = max(rows * (self._length // BLOCK + 1), -(-config.context // BLOCK)), parameter_reader(decoder)
         pool = ThreadPool(loaded, threads)
         self._executor = NativeExecutor(
             loaded,
             config,
-            read,
+            RandomPacked(config, kind, read) if kind else DenseWeights(read),
             pool,
             dtype=dtype,
             blocks=blocks,
-            weight_format=WeightFormat(kind="int8") if stored == "int8" else None,
-            stored_format=lambda _name, computed: stored if is_number else computed,
-            packed=RandomPacked(config, PACKED[stored]) if stored in PACKED else None,
+            stored_format=lambda _name, computed: computed if kind else stored,
         )
         self._config, self.names = config, self._executor.decoder.names
 

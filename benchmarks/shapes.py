@@ -29,10 +29,13 @@ from model.config import LayerKind, ModelConfig, Rope
 from model.families.registry import NATIVE, read_config, write_config
 from model.nn.transformer import Decoder
 from model.number_formats import Array
-from model.packed_matrix import SIGNED_CODES, GroupNumbers, PackedFormat, PackedMatrix
+from model.packed_matrix import UNIT_COLUMNS, GroupNumbers, PackedFormat, PackedMatrix
 from model.parameter_shapes import parameter_shapes
+from model.quantize import QuantizedKind, quantized_formats
 from model.tokenizer.tokenizer import Tokenizer
 
+ReadTensor = Callable[[str, str], Array]
+"""Reads a parameter in a number format: name, float32, float16 or bfloat16 (as uint16)."""
 SMOLLM2 = "smollm2"
 """A real model among them: SmolLM2-135M-Instruct, from a package (benchmarks/smollm2.py)."""
 _SYLLABLES = [
@@ -231,7 +234,7 @@ def decoder_of(config: ModelConfig, state: Mapping[str, Tensor]) -> Decoder:
     return decoder.requires_grad_(False).eval()
 
 
-def parameter_reader(decoder: Decoder) -> Callable[[str, str], Array]:
+def parameter_reader(decoder: Decoder) -> ReadTensor:
     """Reads the decoder's parameters for the C++ kernels: name, number format."""
     state = decoder.state_dict()
 
@@ -243,48 +246,49 @@ def parameter_reader(decoder: Decoder) -> Callable[[str, str], Array]:
     return read
 
 
-PACKED_GROUP = 32
-PACKED = {
-    f"int{bits}-g{PACKED_GROUP}": PackedFormat(
-        bits=bits, group=PACKED_GROUP, scales="float16", has_offsets=False, table=SIGNED_CODES if bits == 4 else ()
-    )
-    for bits in (4, 8)
-}
-"""Formats of RandomPacked by name: as Q4_0 and Q8_0 of GGUF."""
+class DenseWeights:
+    """PackedWeights of which none is packed."""
+
+    def __init__(self, read: ReadTensor) -> None:
+        self.read = read
+
+    def packed_formats(self, _name: str) -> tuple[tuple[PackedFormat, int], ...]:
+        """See PackedWeights."""
+        return ()
+
+    def read_packed(self, name: str) -> tuple[PackedMatrix, ...]:
+        """See PackedWeights."""
+        raise AssertionError(f"{name} is not packed")
 
 
 class RandomPacked:
-    """Random matrices in one packed format, which preserve the scale of their input; others are dense."""
+    """Random matrices in the formats of --quantize, which preserve the scale of their input; others are dense."""
 
-    def __init__(self, config: ModelConfig, packed_format: PackedFormat) -> None:
-        """Raises ValueError if a matrix has no whole groups."""
-        dense, self._format = ("router", "position", "bias"), packed_format
-        shapes = parameter_shapes(config).items()
-        self._shapes = {
-            name: shape for name, shape in shapes if len(shape) > 1 and not any(word in name for word in dense)
-        }
-        for name, (*_, columns) in self._shapes.items():
-            if columns % packed_format.group:
-                raise ValueError(f"{name} has {columns} columns, no multiple of {packed_format.group}")
+    def __init__(self, config: ModelConfig, kind: QuantizedKind, read: ReadTensor) -> None:
+        """read: of dense parameters."""
+        self.read, self._shapes = read, parameter_shapes(config)
+        self._formats = {name: stored for name, stored in quantized_formats(config, kind).items() if stored}
 
     def packed_formats(self, name: str) -> tuple[tuple[PackedFormat, int], ...]:
-        """See PackedWeights of app/engine/cpu/packed_decoder.py."""
-        return ((self._format, math.prod(self._shapes[name][:-1])),) if name in self._shapes else ()
+        """See PackedWeights."""
+        stored = self._formats.get(name)
+        return ((stored, math.prod(self._shapes[name][:-1])),) if stored else ()
 
     def read_packed(self, name: str) -> tuple[PackedMatrix, ...]:
-        """See packed_formats()."""
-        random, bits = np.random.default_rng(0), self._format.bits
-        *_, columns = self._shapes[name]
-        rows = math.prod(self._shapes[name][:-1])
-        codes = np.frombuffer(random.bytes(rows * columns * bits // 8), np.uint8 if bits == 4 else np.int8)
-        scales = random.uniform(0.5, 1.5, (rows, columns // self._format.group)) * columns**-0.5 / 2 ** (bits - 2)
-        return (
-            PackedMatrix(
-                format=self._format,
-                codes=codes.reshape(rows, -1),
-                scales=GroupNumbers(values=scales.astype(np.float16)),
-            ),
-        )
+        """See PackedWeights."""
+        random, stored = np.random.default_rng(0), self._formats[name]
+        *experts, columns = self._shapes[name]
+        rows = math.prod(experts)
+        shape, units = (rows, columns // stored.group), -(-columns // UNIT_COLUMNS)
+        codes = np.frombuffer(random.bytes(rows * columns * stored.bits // 8), np.uint8 if stored.table else np.int8)
+        size = columns**-0.5 / max(map(abs, stored.table or (127,)))
+        if stored.scales == "float16":
+            scales = GroupNumbers(values=(random.uniform(0.5, 1.5, shape) * size).astype(np.float16))
+            return (PackedMatrix(format=stored, codes=codes.reshape(rows, -1), scales=scales),)
+        unit = np.full((rows, units), size / 255, np.float16)
+        scales = GroupNumbers(values=random.integers(128, 256, shape, np.uint8), units=unit)
+        offsets = GroupNumbers(values=random.integers(-127, 128, shape, np.int8), units=unit)
+        return (PackedMatrix(format=stored, codes=codes.reshape(rows, -1), scales=scales, offsets=offsets),)
 
 
 def random_state(

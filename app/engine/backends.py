@@ -15,7 +15,7 @@ from app.common.weights_store import FileHashes, WeightsStore
 from app.engine.cpu.executor import NativeExecutor, ThreadPool
 from app.engine.cpu.library import load_library
 from app.engine.cpu.packed_cache import PackedEntry
-from app.engine.cpu.packed_decoder import StoredFormat, as_computed
+from app.engine.cpu.packed_decoder import StoredFormat
 from app.engine.cpu.sampler import NativeSampler
 from app.engine.cpu.toolchain.backend_selection import SelectedBackend
 from app.engine.execution.runner import Runner
@@ -28,7 +28,7 @@ from model.number_formats import ITEM_BYTES
 from model.packed_matrix import PackedFormat
 from model.parameter_shapes import Shapes, parameter_shapes
 from model.quantize import PackedWeights, QuantizedWeights, packed_kind
-from model.weight_formats import Quantize, needs_gpu, weight_format
+from model.weight_formats import Quantize, needs_gpu
 
 Announce = Callable[[str], None]
 
@@ -137,12 +137,11 @@ class CppBackend:
         executor = NativeExecutor(
             self._library,
             config,
-            served.read,
+            served,
             threads,
             dtype=dtype,
             blocks=blocks,
             stored_format=self._weights.stored_format,
-            packed=served,
             kv_cache=self._cache_shape.kv_cache,
             restored=restored,
         )

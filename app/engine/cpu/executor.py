@@ -19,8 +19,6 @@ from app.engine.cpu.library import Shape, Step, address_of
 from app.engine.cpu.packed_decoder import (
     BLOCK,
     PackedDecoder,
-    PackedWeights,
-    ReadTensor,
     StoredFormat,
     as_computed,
     padded_head_dim,
@@ -30,7 +28,7 @@ from app.engine.scheduling.batch_plan import BatchPlan, Chunk, non_finite_chunks
 from model.cache_formats import KvCache
 from model.config import ModelConfig
 from model.number_formats import Array
-from model.weight_formats import WeightFormat
+from model.quantize import PackedWeights
 
 _SPINS = 2000
 """Polls for work before a thread sleeps: about 20 us, less than the pauses between the operations of a step."""
@@ -67,29 +65,25 @@ class NativeExecutor:
         self,
         library: CDLL,
         config: ModelConfig,
-        read: ReadTensor,
+        weights: PackedWeights,
         pool: ThreadPool,
         *,
         dtype: str,
         blocks: int | Items[int],
-        weight_format: WeightFormat | None = None,
         stored_format: StoredFormat = as_computed,
-        packed: PackedWeights | None = None,
         kv_cache: KvCache = "auto",
         restored: HugepageAllocator | None = None,
     ) -> None:
-        """blocks: see block_counts(). weight_format, stored_format, packed, restored: see PackedDecoder."""
+        """blocks: see block_counts(). weights, stored_format, restored: see PackedDecoder."""
         self.config = config
         self._library = library
         self.decoder = decoder = PackedDecoder(
             library,
             config,
-            read,
+            weights,
             pool.handle,
             dtype=dtype,
-            weight_format=weight_format,
             stored_format=stored_format,
-            packed=packed,
             kv_cache=kv_cache,
             restored=restored,
         )

@@ -92,7 +92,6 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ink_grouped_bytes": (c_long, (POINTER(Matrix), c_int)),
     "ink_pack_groups": (None, (c_void_p, POINTER(Groups), c_int, c_int, c_int, POINTER(Matrix))),
     "ink_pack": (None, (c_void_p, c_void_p, c_int, c_int, c_int, c_int, c_int, c_int, c_void_p)),
-    "ink_quantize": (None, (c_void_p, c_void_p, c_int, c_int, c_int, c_int, c_void_p, c_void_p)),
     "ink_open": (c_void_p, (POINTER(Shape), c_void_p)),
     "ink_close": (None, (c_void_p,)),
     "ink_run": (None, (c_void_p, POINTER(Step))),

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from functools import partial
 from itertools import accumulate, groupby
-from typing import Any, NamedTuple, Protocol, get_args
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
@@ -25,10 +25,8 @@ from model.decoder_program import Kind, Operation, Register, Weight, decoder_pro
 from model.number_formats import Array, as_float32
 from model.packed_matrix import GroupNumbers, PackedFormat, PackedMatrix, ScaleKind, common_format, concatenate
 from model.positions import query_scale_table, rope_table, sinusoid_table
-from model.weight_formats import WeightFormat
+from model.quantize import PackedWeights
 
-ReadTensor = Callable[[str, str], Array]
-"""Reads a parameter of the decoder in a number format: name, float32, float16 or bfloat16 (as uint16)."""
 StoredFormat = Callable[[str, str], str]
 """The number format in which a parameter is packed: name, float32 or bfloat16, in which products compute. It changes
 no number."""
@@ -39,25 +37,13 @@ def as_computed(_name: str, dtype: str) -> str:
     return dtype
 
 
-class AllDense:
-    """Weights of which none is packed: see PackedWeights."""
-
-    def packed_formats(self, _name: str) -> tuple[tuple[PackedFormat, int], ...]:
-        """See PackedWeights."""
-        return ()
-
-    def read_packed(self, name: str) -> tuple[PackedMatrix, ...]:
-        """See PackedWeights."""
-        raise AssertionError(f"{name} is dense")
-
-
 class _Part(NamedTuple):
     """Consecutive rows of a weight's parts in one format."""
 
     format: PackedFormat
     rows: int
     parts: slice
-    """Of PackedWeights.read_packed()."""
+    """Of read_packed()."""
 
 
 LANES = 16
@@ -83,28 +69,24 @@ class PackedDecoder:
         self,
         library: ctypes.CDLL,
         config: ModelConfig,
-        read: ReadTensor,
+        weights: PackedWeights,
         pool: int,
         *,
         dtype: str,
-        weight_format: WeightFormat | None = None,
         stored_format: StoredFormat = as_computed,
-        packed: PackedWeights | None = None,
         kv_cache: KvCache = "auto",
         restored: HugepageAllocator | None = None,
     ) -> None:
-        """read: called once for each dense tensor, which is packed before the next one. pool: threads that pack.
+        """weights: asked once for each tensor, which is packed before the next one. pool: threads that pack.
 
-        weight_format: to which dense matrices are rounded; None, and a number format: their stored_format.
-        packed: matrices that are integers in groups, which nothing rounds; None: all are dense.
+        stored_format: of dense matrices.
         restored: one region with what an equal decoder left in `memory`; then nothing but formats is read.
         Raises ValueError if a packed matrix cannot be computed with.
         """
         self.config, self._library, self._pool = config, library, pool
         self._dtype, self._is_bf16 = dtype, dtype == "bfloat16"
-        self._rounded = weight_format if weight_format and weight_format.is_quantized else None
-        self._stored_format, self._packed = stored_format, packed or AllDense()
-        self._read, self._is_restored = read, restored is not None
+        self._weights, self._stored_format = weights, stored_format
+        self._is_restored = restored is not None
         self.memory = restored or HugepageAllocator()
         """All that depends on the weights; tables of positions are elsewhere."""
         self._keepalive: list[Any] = []
@@ -237,12 +219,11 @@ class PackedDecoder:
         )
 
     def _router(self, operation: Operation) -> dict[str, Any]:
-        """Its matrix is not rounded: that would choose other experts."""
         experts = self.config.experts
         assert experts
         weight, *others = operation.weights
         bias = others.pop(0) if experts.router_bias else None
-        matrix = self._matrix(weight, bias, is_rounded=False)
+        matrix = self._matrix(weight, bias)
         return {
             "matrix": ctypes.pointer(matrix),
             "weight": sum(map(self._vector, others)),  # addends of scores, if it has them
@@ -292,7 +273,7 @@ class PackedDecoder:
 
     def _xielu(self, parameters: Weight) -> Array:
         """What the kernels read: the curvature right and left of 0."""
-        right, left = np.logaddexp(0.0, as_float32(self._read(parameters.name, self._dtype)).astype(np.float64))
+        right, left = np.logaddexp(0.0, as_float32(self._weights.read(parameters.name, self._dtype)).astype(np.float64))
         return _padded(np.array([right, 0.5 + left]), LANES)
 
     def _matrix(self, weight: Weight, bias: Weight | None = None, **options: Any) -> Matrix:
@@ -307,17 +288,15 @@ class PackedDecoder:
         *,
         gate_rows: int = 0,
         factor: float = 1.0,
-        is_rounded: bool = True,
     ) -> ctypes.Array[Matrix]:
         """The matrices of a weight [experts, rows, columns].
 
-        factor: of the product and of the bias. is_rounded: to the decoder's format, if that rounds.
+        factor: of the product and of the bias.
         """
         *experts, n_rows, k = weight.shape
-        if formats := self._packed.packed_formats(weight.name):
+        if formats := self._weights.packed_formats(weight.name):
             return self._grouped_matrices(weight, bias, formats, gate_rows, factor)
-        count, rounded = math.prod(experts), self._rounded if is_rounded else None
-        kind = rounded.kind if rounded else self._stored_format(weight.name, self._dtype)
+        count, kind = math.prod(experts), self._stored_format(weight.name, self._dtype)
         rows = _packed_rows(n_rows, gate_rows)
         outputs, panels = len(rows), len(rows) // PANEL
         number = self._library.ink_format(kind.encode(), self._is_bf16)
@@ -325,10 +304,15 @@ class PackedDecoder:
         n_bytes = self._library.ink_packed_bytes(panels, k, self._is_bf16, number)
         start = self.memory.allocate(count * n_bytes)
         addresses = [start + expert * n_bytes for expert in range(count)]
-        scales = None if self._is_restored else self._pack(weight, gate_rows, panels, kind, number, addresses)
-        has_scales = rounded is not None or factor != 1.0
-        scale = self._stored(count * outputs, lambda: _rearranged(scales, rows) * factor) if has_scales else 0
-        addend = self._vector(bias, count * outputs, rows, factor=factor) if bias else 0
+        if not self._is_restored:
+            tensor = self._weights.read(weight.name, kind).reshape(-1, n_rows, k)
+            for numbers, address in zip(tensor, addresses, strict=True):
+                self._library.ink_pack(
+                    self._pool, address_of(numbers), n_rows, k, gate_rows, panels, self._is_bf16, number, address
+                )
+        size = count * outputs
+        scale = self._scale(factor, size)
+        addend = self._vector(bias, size, rows, factor=factor) if bias else 0
         steps = self._library.ink_steps(k, self._is_bf16, number)
         return (Matrix * count)(
             *(
@@ -355,14 +339,14 @@ class PackedDecoder:
         parts = _parts(formats, is_whole=bool(experts or gate_rows))
         assert len(parts) == 1 or count == 1
         sizes = [len(_packed_rows(part.rows // count, gate_rows)) for part in parts]
-        read = () if self._is_restored else self._packed.read_packed(weight.name)
+        read = () if self._is_restored else self._weights.read_packed(weight.name)
         matrices = [
             matrix
             for part, outputs in zip(parts, sizes, strict=True)
             for matrix in self._pack_groups(weight, part, read, count, outputs, k, gate_rows)
         ]
         rows, size = _packed_rows(n_rows, gate_rows), count * sum(sizes)
-        scale = self._stored(size, lambda: np.full(size, factor, np.float32)) if factor != 1.0 else 0
+        scale = self._scale(factor, size)
         addend = self._vector(bias, size, rows, factor=factor) if bias else 0
         chained = (Matrix * len(matrices))(*matrices)
         for matrix, vectors in zip(chained, _of_each([each.outputs for each in matrices], addend, scale), strict=True):
@@ -418,30 +402,9 @@ class PackedDecoder:
         groups = Groups(*(None if array is None else address_of(array) for array in whole))
         self._library.ink_pack_groups(self._pool, groups, source.shape[0], gate_rows, self._is_bf16, to)
 
-    def _pack(
-        self,
-        weight: Weight,
-        gate_rows: int,
-        panels: int,
-        kind: str,
-        number: int,
-        addresses: Items[int],
-    ) -> Array:
-        """Packs each matrix of a weight to its address in a format; returns the scales of all rows."""
-        *_, n_rows, k = weight.shape
-        scales = np.ones((len(addresses), n_rows), np.float32)
-        is_quantized = WeightFormat(kind=kind).is_quantized
-        codes = np.empty((n_rows, k), np.int8) if is_quantized else None
-        tensor = self._read(weight.name, self._dtype if is_quantized else kind).reshape(-1, n_rows, k)
-        for numbers, address, of in zip(tensor, addresses, scales, strict=True):
-            if codes is not None:
-                to = (address_of(codes), address_of(of))
-                self._library.ink_quantize(self._pool, address_of(numbers), n_rows, k, self._is_bf16, number, *to)
-            source = numbers if codes is None else codes
-            self._library.ink_pack(
-                self._pool, address_of(source), n_rows, k, gate_rows, panels, self._is_bf16, number, address
-            )
-        return scales
+    def _scale(self, factor: float, size: int) -> int:
+        """Address of a factor of sums for so many outputs; 0 if it is 1."""
+        return self._stored(size, lambda: np.full(size, factor, np.float32)) if factor != 1.0 else 0
 
     def _vector(
         self,
@@ -459,7 +422,7 @@ class PackedDecoder:
         size = size or _round_up(math.prod(weight.shape), LANES)
 
         def numbers() -> Array:
-            array = as_float32(self._read(weight.name, self._dtype)).reshape(-1)
+            array = as_float32(self._weights.read(weight.name, self._dtype)).reshape(-1)
             if (factor, offset) != (1.0, 0.0):
                 array = array * np.float32(factor) + np.float32(offset)
             return _rearranged(array.reshape(-1, weight.shape[-1]), rows) if rows else _padded(array, LANES)

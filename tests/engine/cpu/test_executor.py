@@ -239,13 +239,13 @@ def test_weights_are_packed_from_the_files_one_tensor_at_a_time(
     stored, name = find_weights(tmp_path), str(dtype).removeprefix("torch.")
     sequence, pool = _sequence(LENGTH, whole.config.vocab_size), ThreadPool(kernels(), 2)
     options: dict[str, Any] = {"dtype": name, "blocks": 8, "stored_format": stored.stored_format}
-    executor = NativeExecutor(kernels(), stored.config, stored.read, pool, **options)
+    executor = NativeExecutor(kernels(), stored.config, stored, pool, **options)
     assert torch.equal(_logits(executor, sequence), _logits(native_executor(whole, 8), sequence))
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["model.layers.1.mlp.down_proj.weight"][3, 3] = torch.nan
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"down_proj\.weight holds numbers that are not finite"):
-        NativeExecutor(kernels(), stored.config, stored.read, pool, **options)
+        NativeExecutor(kernels(), stored.config, stored, pool, **options)
 
 
 def test_every_level_computes_the_same_bits() -> None:

@@ -17,10 +17,11 @@ from app.common.types import Request, SamplingParams
 from app.engine.cpu.executor import NativeExecutor, ThreadPool
 from app.engine.cpu.huge_pages import HugepageAllocator
 from app.engine.scheduling.batch_plan import BatchPlan, Chunk, Sequence
+from benchmarks.shapes import DenseWeights
 from model.config import Experts, ExpertScore, LayerKind, ModelConfig, Rope
 from model.nn.attention import CausalAttend
 from model.nn.transformer import Decoder
-from model.quantize import packed_kind
+from model.quantize import QuantizedWeights, packed_kind
 from tests.support.model.tiny_models import (
     CPU_QUANTIZE,
     kernels,
@@ -198,10 +199,11 @@ def test_packed_experts_are_restored_from_their_bytes(quantize: Any, dtype: torc
     assert packed[0] == packed[1]
     region = HugepageAllocator(len(packed[0]))
     ctypes.memmove(region.start, packed[0], len(packed[0]))
+    unread, kind = DenseWeights(pytest.fail), packed_kind(quantize)
+    weights = QuantizedWeights(unread, decoder.config, kind) if kind else unread
     restored = NativeExecutor(
-        kernels(), decoder.config, pytest.fail, ThreadPool(kernels(), 2), dtype=name, blocks=8,
-        restored=region,
-    )  # fmt: skip
+        kernels(), decoder.config, weights, ThreadPool(kernels(), 2), dtype=name, blocks=8, restored=region
+    )
     assert torch.equal(_logits(restored, sequence), _logits(first, sequence))
     assert restored.decoder.memory.used_bytes == len(packed[0])
 

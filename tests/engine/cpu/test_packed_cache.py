@@ -25,6 +25,7 @@ from app.engine.cpu.packed_cache import PackedEntry
 from app.engine.cpu.packed_decoder import PackedDecoder
 from app.serving import weights_snapshot
 from app.serving.weights_snapshot import WeightsSnapshot
+from benchmarks.shapes import DenseWeights
 from model.checkpoint.checkpoint import weights_files
 from model.checkpoint.stored_weights import StoredWeights, find_weights
 from model.checkpoint.tensor_index import version_of
@@ -93,9 +94,7 @@ class _Start:
         self.is_restored, self.n_read = restored is not None, 0
         kind = packed_kind(quantize)
         served: PackedWeights = QuantizedWeights(self, config, kind) if kind else self
-        self.executor = NativeExecutor(
-            kernels(), config, served.read, pool, dtype=dtype, blocks=8, packed=served, restored=restored
-        )
+        self.executor = NativeExecutor(kernels(), config, served, pool, dtype=dtype, blocks=8, restored=restored)
         self.decoder: PackedDecoder = self.executor.decoder
         self.thread = None if restored else self.entry.store_in_background(self.decoder.memory)
         for thread in threading.enumerate():  # including one that rewrites the metadata of the entry
@@ -158,7 +157,9 @@ def test_restored_packed_matrices_compute_the_bits_of_those_in_files(tmp_path: P
     logits = [logits_of(start.executor, tokens) for start in (first, second)]
     assert np.array_equal(*logits) and logits[0].std() > 0
     options: dict[str, Any] = {"dtype": dtype, "blocks": 8}
-    dense = NativeExecutor(kernels(), first.weights.config, first.weights.read, ThreadPool(kernels(), 2), **options)
+    dense = NativeExecutor(
+        kernels(), first.weights.config, DenseWeights(first.weights.read), ThreadPool(kernels(), 2), **options
+    )
     assert np.array_equal(logits_of(dense, tokens), logits[0])
     assert first.decoder.memory.used_bytes < dense.decoder.memory.used_bytes
 

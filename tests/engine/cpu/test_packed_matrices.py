@@ -5,10 +5,10 @@ from __future__ import annotations
 import ctypes
 import random
 from array import array
-from collections.abc import Callable
 from collections.abc import Sequence as Items
 from ctypes import CDLL
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,10 +23,11 @@ from app.engine.cpu.toolchain.builder import build, need_cache_directory
 from app.engine.cpu.toolchain.cpu_target import X86_LEVELS, CpuTarget, runs_here, this_level
 from app.engine.cpu.toolchain.library_cache import BuildRecipe
 from app.engine.scheduling.batch_plan import BatchPlan, Chunk, Sequence
+from benchmarks.shapes import DenseWeights
 from model.config import ModelConfig
 from model.number_formats import Array
 from model.packed_matrix import GroupNumbers, PackedFormat, PackedMatrix
-from model.weight_formats import WeightFormat
+from model.quantize import PackedWeights, QuantizedWeights
 from tests.support.model.packed_decoders import KINDS, PackedState, packed_config
 from tests.support.model.packed_matrices import FORMATS
 from tests.support.model.tiny_models import kernels
@@ -57,18 +58,16 @@ def logits_of(executor: NativeExecutor, tokens: Items[int]) -> Array:
     return _run(executor, sequence, 0, len(tokens))
 
 
-def _executor(
-    library: CDLL, config: ModelConfig, read: Callable[[str, str], Array], dtype: str, **options: Any
-) -> NativeExecutor:
-    return NativeExecutor(library, config, read, ThreadPool(library, 2), dtype=dtype, blocks=8, **options)
+def _executor(library: CDLL, config: ModelConfig, weights: PackedWeights, dtype: str, **options: Any) -> NativeExecutor:
+    return NativeExecutor(library, config, weights, ThreadPool(library, 2), dtype=dtype, blocks=8, **options)
 
 
 def check_packed_bits(library: CDLL, kind: str, packed_format: PackedFormat, dtype: str) -> None:
     """Compares chunks of ROWS with a dense decoder's, and with the rows of the largest chunk."""
     config = packed_config(kind, packed_format.group)
     state = PackedState(config, packed_format)
-    packed = _executor(library, config, state.read, dtype, packed=state)
-    dense = _executor(library, config, state.dequantized, dtype)
+    packed = _executor(library, config, state, dtype)
+    dense = _executor(library, config, DenseWeights(state.dequantized), dtype)
     sequence = _sequence(max(ROWS), config.vocab_size)
     expected = _run(dense, sequence, 0, max(ROWS))
     assert np.isfinite(expected).all() and 0.1 < expected.std() < 1e4
@@ -105,9 +104,9 @@ def test_one_wrong_scale_changes_logits(name: str, packed_format: PackedFormat, 
     state = PackedState(config, packed_format)
     sequence = _sequence(40, config.vocab_size)
     sequence.tokens[7] = config.vocab_size - 1
-    expected = _run(_executor(kernels(), config, state.read, dtype, packed=state), sequence, 0, 40)
+    expected = _run(_executor(kernels(), config, state, dtype), sequence, 0, 40)
     state.change_a_scale(name)
-    found = _run(_executor(kernels(), config, state.read, dtype, packed=state), sequence, 0, 40)
+    found = _run(_executor(kernels(), config, state, dtype), sequence, 0, 40)
     assert not np.array_equal(found, expected)
 
 
@@ -118,7 +117,7 @@ def test_rows_that_are_not_finite_stay_alone(packed_format: PackedFormat, dtype:
     config = packed_config("gpt2", packed_format.group)
     state = PackedState(config, packed_format)
     sound, sick = _sequence(39, config.vocab_size), _sequence(40, config.vocab_size, first_block=4)
-    expected = _run(_executor(kernels(), config, state.read, dtype, packed=state), sound, 0, 39)
+    expected = _run(_executor(kernels(), config, state, dtype), sound, 0, 39)
 
     def read(name: str, number_format: str) -> Array:
         array = state.read(name, number_format).copy()
@@ -126,7 +125,8 @@ def test_rows_that_are_not_finite_stay_alone(packed_format: PackedFormat, dtype:
             array[39] = np.nan if number_format == "float32" else 0x7FC0
         return array
 
-    executor = _executor(kernels(), config, read, dtype, packed=state)
+    weights: Any = SimpleNamespace(read=read, packed_formats=state.packed_formats, read_packed=state.read_packed)
+    executor = _executor(kernels(), config, weights, dtype)
     for rows in (1, 5, 7, 39):
         executor.run(BatchPlan((Chunk(sick, 39, 40), Chunk(sound, 0, rows))))
         both = executor.logits(range(1 + rows))
@@ -143,13 +143,13 @@ def test_restored_matrices_compute_the_same_bits_and_only_formats_are_read(
     """Bytes without a sign, too, which no format tells from those with one. Otherwise, each weight is read once."""
     config = packed_config(kind, packed_format.group)
     state = PackedState(config, packed_format)
-    first = _executor(kernels(), config, state.read, "bfloat16", packed=state)
+    first = _executor(kernels(), config, state, "bfloat16")
     assert sorted({*state.reads}) == sorted(state.reads) and {*state.parts} <= {*state.reads}
     content = b"".join(map(bytes, packed_cache._pieces(first.decoder.memory.buffers)))  # which share memory
     restored = HugepageAllocator(len(content))
     ctypes.memmove(restored.start, content, len(content))
     state.reads.clear()
-    second = _executor(kernels(), config, state.read, "bfloat16", packed=state, restored=restored)
+    second = _executor(kernels(), config, state, "bfloat16", restored=restored)
     assert not state.reads
     assert np.array_equal(logits_of(second, range(20)), logits_of(first, range(20)))
 
@@ -158,22 +158,22 @@ def test_packed_parts_are_not_rounded_by_quantize() -> None:
     """Dense matrices beside them are."""
     config, packed_format = packed_config("llama", 32), FORMATS[1]
     state, sequence = PackedState(config, packed_format), _sequence(20, 99)
-    rounds = {"weight_format": WeightFormat(kind="int8")}
-    expected = _run(_executor(kernels(), config, state.read, "float32", packed=state), sequence, 0, 20)
-    found = _run(_executor(kernels(), config, state.read, "float32", packed=state, **rounds), sequence, 0, 20)
-    assert np.array_equal(found, expected)
+    expected = _run(_executor(kernels(), config, state, "float32"), sequence, 0, 20)
+    quantized = QuantizedWeights(state, config, "int8")
+    assert np.array_equal(_run(_executor(kernels(), config, quantized, "float32"), sequence, 0, 20), expected)
     down = "blocks.1.mlp.down.weight"
     dense = state.dequantized(down, "float32")
     del state.parts[down]
-    executor = _executor(
-        kernels(),
-        config,
-        lambda name, of: dense if name == down else state.read(name, of),
-        "float32",
-        packed=state,
-        **rounds,
+    weights: Any = SimpleNamespace(
+        read=lambda name, of: dense if name == down else state.read(name, of),
+        packed_formats=state.packed_formats,
+        read_packed=state.read_packed,
     )
-    assert not np.array_equal(_run(executor, sequence, 0, 20), expected)
+    found = [
+        _run(_executor(kernels(), config, each, "float32"), sequence, 0, 20)
+        for each in (weights, QuantizedWeights(weights, config, "int8"))
+    ]
+    assert np.array_equal(found[0], expected) and not np.array_equal(found[1], expected)
 
 
 def _with_scale(matrix: PackedMatrix, scale: float) -> PackedMatrix:
@@ -190,7 +190,7 @@ def test_matrix_that_no_kernel_computes_is_refused(scale: float, words: str) -> 
     state, name = PackedState(config, packed_format), "blocks.1.mlp.down.weight"
     state.parts[name] = (_with_scale(state.parts[name][0], scale),)
     with pytest.raises(ValueError, match=f"{name} holds {words}"):
-        _executor(kernels(), config, state.read, "float32", packed=state)
+        _executor(kernels(), config, state, "float32")
 
 
 def test_columns_that_are_no_whole_groups_are_refused() -> None:
@@ -199,7 +199,7 @@ def test_columns_that_are_no_whole_groups_are_refused() -> None:
     (matrix,) = state.parts[name]
     state.parts[name] = (replace(matrix, format=replace(matrix.format, group=128)),)
     with pytest.raises(ValueError, match=f"{name} has 288 columns, no multiple of the 128"):
-        _executor(kernels(), config, state.read, "float32", packed=state)
+        _executor(kernels(), config, state, "float32")
 
 
 def test_packed_matrices_take_the_memory_of_their_formats() -> None:
@@ -207,6 +207,6 @@ def test_packed_matrices_take_the_memory_of_their_formats() -> None:
     config = packed_config("llama", 128)
     for packed_format in FORMATS[3::4]:
         state = PackedState(config, packed_format)
-        used = _executor(kernels(), config, state.read, "bfloat16", packed=state).decoder.memory.used_bytes
+        used = _executor(kernels(), config, state, "bfloat16").decoder.memory.used_bytes
         least = sum(part.format.n_bytes(*part.shape) for parts in state.parts.values() for part in parts)
         assert least < used < 1.15 * least

@@ -14,7 +14,7 @@ import torch
 from app.common.types import Request, SampledEvent
 from app.engine.cpu.executor import NativeExecutor, ThreadPool
 from app.engine.cpu.library import load_library
-from app.engine.cpu.packed_decoder import BLOCK, ReadTensor
+from app.engine.cpu.packed_decoder import BLOCK
 from app.engine.cpu.sampler import NativeSampler
 from app.engine.cpu.toolchain.builder import find_or_build
 from app.engine.execution.encoder_cache import EncoderCache
@@ -26,7 +26,7 @@ from app.engine.memory.cache_groups import block_counts, cache_groups
 from app.engine.sampling.sampler import TorchSampler
 from app.engine.scheduling.block_pool import BlockPool, blocks_in_window
 from app.engine.scheduling.scheduler import Scheduler, StepLimits
-from benchmarks.shapes import parameter_reader
+from benchmarks.shapes import DenseWeights, parameter_reader
 from model.cache_formats import KvCache
 from model.checkpoint.checkpoint import weights_files
 from model.checkpoint.golden import GOLDEN_FILE
@@ -34,7 +34,6 @@ from model.checkpoint.golden_export import golden_file
 from model.config import Experts, LayerKind, ModelConfig, Rope
 from model.files import write_files
 from model.nn.transformer import Decoder
-from model.packed_matrix import PackedFormat, PackedMatrix
 from model.quantize import QuantizedKind, QuantizedWeights, packed_kind
 from model.tokenizer.tokenizer import Tokenizer
 from model.weight_formats import QUANTIZE, Quantize, needs_gpu
@@ -181,21 +180,6 @@ def round_weights(decoder: Decoder, kind: QuantizedKind, *, embedding: bool = Tr
     return decoder
 
 
-class DenseWeights:
-    """PackedWeights of which none is packed."""
-
-    def __init__(self, read: ReadTensor) -> None:
-        self.read = read
-
-    def packed_formats(self, _name: str) -> tuple[tuple[PackedFormat, int], ...]:
-        """See PackedWeights."""
-        return ()
-
-    def read_packed(self, name: str) -> tuple[PackedMatrix, ...]:
-        """See PackedWeights."""
-        raise AssertionError(f"{name} is not packed")
-
-
 def quantized_weights(decoder: Decoder, kind: QuantizedKind) -> QuantizedWeights:
     """The decoder's parameters as --quantize has them."""
     return QuantizedWeights(DenseWeights(parameter_reader(decoder)), decoder.config, kind)
@@ -221,8 +205,8 @@ def native_executor_of(
     """Runs `decoder` in the kernels of `library`."""
     dtype = str(decoder.embedding.dtype).removeprefix("torch.")
     kind = packed_kind(quantize)
-    read = quantized_weights(decoder, kind).read if kind else parameter_reader(decoder)
-    return NativeExecutor(library, decoder.config, read, pool, **({"dtype": dtype} | options))
+    weights = quantized_weights(decoder, kind) if kind else DenseWeights(parameter_reader(decoder))
+    return NativeExecutor(library, decoder.config, weights, pool, **({"dtype": dtype} | options))
 
 
 @cache

@@ -9,6 +9,7 @@
 #pragma once
 
 #include "formats.h"
+#include "int8.h"
 #include "interface.h"
 
 namespace ink {
@@ -17,7 +18,7 @@ constexpr int kBlock = 16, kSpan = 256, kSpanBlocks = kSpan / kBlock;
 
 // The format of codes by the number format W of products, F32 or BF16.
 template <class W>
-using CodesOf = typename Coded<Int8>::template In<W>;
+using CodesOf = std::conditional_t<std::is_same_v<W, F32>, Int8Floats, Int8Pairs>;
 
 // Whether a cache of format C has codes and scales.
 template <class C>

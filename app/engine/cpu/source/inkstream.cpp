@@ -70,15 +70,6 @@ void ink_pack_groups(void* pool, const InkGroups* from, int n_rows, int gate_row
     });
 }
 
-// Rounds a matrix for ink_pack(), if its format has scales.
-void ink_quantize(void* pool, const void* from, int n_rows, int k, int is_bf16, int format, void* codes, float* scales) {
-    with_format_in(is_bf16, format, [&]<class W>(W) {
-        if constexpr (requires { &W::quantize; })
-            quantize<W>(*static_cast<Pool*>(pool), static_cast<const typename W::Number*>(from), n_rows, k,
-                        static_cast<typename W::Stored*>(codes), scales);
-    });
-}
-
 void* ink_open(const InkShape* shape, void* pool) {
     Pool& threads = *static_cast<Pool*>(pool);
     if (shape->is_bf16) return static_cast<Executor*>(new ink::Decoder<BF16>(*shape, threads));

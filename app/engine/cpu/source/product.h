@@ -98,7 +98,7 @@ void product_of_numbers(const typename W::Number* x, long stride, int first, int
                         int end, const Epilogue& epilogue) {
     const long bytes = panel_bytes<W>(m.steps);
 #if defined(__AMX_BF16__)
-    if constexpr (requires { W::tile(nullptr, nullptr); })
+    if constexpr (requires { W::kHasTiles; })
         return product_in_tiles<W>(x, stride, first, last, m, bytes, panel, end, epilogue);
 #endif
 #if defined(__AVX512F__)
@@ -222,16 +222,6 @@ void pack(Pool& pool, const typename W::Stored* from, int n_rows, int k, int gat
             for (int i = first * numbers, end = std::min(k, (first + kSteps) * numbers); i < end; i++)
                 W::put(start + (2L * (i / numbers) + vector) * W::kBytes, lane, i % numbers, numbers_of_row[i]);
         }
-    });
-}
-
-// Rounds each row of a matrix to codes and a scale.
-template <class W>
-void quantize(Pool& pool, const typename W::Number* from, int n_rows, int k, typename W::Stored* codes, float* scales) {
-    constexpr int kRows = 16;
-    pool.run((n_rows + kRows - 1) / kRows, [&](int task, int) {
-        for (int row = task * kRows; row < std::min(n_rows, (task + 1) * kRows); row++)
-            scales[row] = W::quantize(from + long(row) * k, k, codes + long(row) * k);
     });
 }
 
