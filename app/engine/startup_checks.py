@@ -19,9 +19,9 @@ from app.engine.execution.engine import Engine
 from app.engine.scheduling.scheduler import NOT_FINITE, StepLimits
 from model.cache_formats import KvCache, golden_tolerance
 from model.checkpoint.golden import GOLDEN_FILE, read_golden
-from model.checkpoint.tensor_index import INDEX_FILE, WEIGHTS_FILE
+from model.checkpoint.tensor_index import weight_files
 from model.config import ModelConfig
-from model.files import CheckpointError, entry_exists
+from model.files import CheckpointError
 from model.weight_formats import KINDS
 from model.weights_version import Directory
 
@@ -88,8 +88,7 @@ def check_finite_logits(
         for index, prompt in enumerate([(start_id or 0,), spread])
     ]
     if failed := _run(engine, requests)[1]:
-        weights = directory / (WEIGHTS_FILE if entry_exists(directory / WEIGHTS_FILE) else INDEX_FILE)
-        raise CheckpointError(f"{weights}: {_problem(failed[0], number_format)}")
+        raise CheckpointError(f"{weight_files(directory)[0]}: {_problem(failed[0], number_format)}")
 
 
 def check_golden(

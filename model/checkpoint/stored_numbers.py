@@ -49,7 +49,7 @@ def mapped(stored: StoredTensor) -> Array:
             numbers, stored.shape, [stride * numbers.itemsize for stride in stored.strides], writeable=False
         )
     array: Array = numbers.reshape(stored.shape)
-    return array
+    return array + np.float32(stored.plus) if stored.plus else array
 
 
 def _extent(stored: StoredTensor) -> int:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from model.checkpoint.config_file import read_config_file
+from model.checkpoint.gguf_index import index_gguf
 from model.checkpoint.packed_sources import match_packed
 from model.checkpoint.stored_numbers import (
     ALLOWED_TYPES,
@@ -25,11 +26,12 @@ from model.checkpoint.stored_numbers import (
     mapped,
     match_scales,
 )
-from model.checkpoint.tensor_index import PackedSource, StoredTensor, TensorIndex, find_tensors, version_of
+from model.checkpoint.tensor_index import PackedSource, StoredTensor, TensorIndex, find_tensors, gguf_files, version_of
 from model.config import ConfigError, ModelConfig
 from model.families.quantization import Quantization, read_quantization
 from model.families.spec import FamilySpec, Tensor, TensorMapping
 from model.files import CheckpointError, read_json, sha256
+from model.gguf.gguf_model import GgufModel
 from model.number_formats import Array, all_finite, as_float32, rounded_to_bfloat16
 from model.packed_matrix import PackedFormat, PackedMatrix
 from model.parameter_shapes import count_parameters
@@ -239,7 +241,8 @@ def find_weights(
     their files are read whole.
     """
     config_json, family, config = read_config_file(directory)
-    weights = match_weights(directory, config_json, family, config, find_tensors(directory))
+    family, index = _find_index(directory, family)
+    weights = match_weights(directory, config_json, family, config, index)
     check(weights)
     return dataclasses.replace(weights, hashes={path: digest(path) for path in weights.paths})
 
@@ -276,6 +279,14 @@ def match_weights(
         paths=tuple(index.paths),
         hashes={},
     )
+
+
+def _find_index(directory: Directory, family: FamilySpec) -> tuple[FamilySpec, TensorIndex]:
+    """The family with the names of the files, and their tensors. Raises CheckpointError."""
+    if files := gguf_files(directory):
+        model = GgufModel.read(files)
+        return model.family_of_files(family), index_gguf(model)
+    return family, find_tensors(directory)
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,7 @@ _WHERE_FROM = "train a model with inkstream train, bring one, or name one of the
 def check_layout(directory: Directory, *, with_tokenizer: bool = True) -> None:
     """Checks that the required files exist. Raises CheckpointError."""
     names = set(directory.files) if isinstance(directory, WeightsVersion) else _list_names(directory)
+    names |= {WEIGHTS_FILE} if gguf_files(directory) else set()
     if problem := adapter_problem(names):
         raise CheckpointError(f"{directory / 'adapter_config.json'}: {problem}")
     if needed := missing_file(names, with_tokenizer=with_tokenizer):
@@ -127,6 +128,8 @@ class StoredTensor:
     """How the file begins, up to its first number: another file may lie there when the tensor is read."""
     strides: tuple[int, ...] | None = None
     """Numbers from one element to the next of each axis; None if the elements lie in order, as in safetensors."""
+    plus: float = 0.0
+    """Added to numbers of F32 that a format stores less this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,11 +227,21 @@ def version_of(hashes: Mapping[File, str]) -> str:
 
 
 def weight_files(directory: Directory) -> list[File]:
-    """The safetensors files of a directory, in the order of version_of(). Raises CheckpointError."""
+    """The safetensors or GGUF files of a directory, in the order of version_of(). Raises CheckpointError."""
+    if found := gguf_files(directory):
+        return found
     whole, index = directory / WEIGHTS_FILE, directory / INDEX_FILE
     if entry_exists(whole) or not entry_exists(index):
         return [whole]
     return [directory / shard for shard in sorted(shard_names(index))]
+
+
+def gguf_files(directory: Directory) -> list[File]:
+    """The GGUF files of a version (model/checkpoint/gguf_directory.py), in their order."""
+    names = directory.files if isinstance(directory, WeightsVersion) else {}
+    if {WEIGHTS_FILE, INDEX_FILE} & names.keys():
+        return []
+    return [directory / name for name in sorted(names) if name.endswith(".gguf")]
 
 
 def find_tensors(directory: Directory) -> TensorIndex:

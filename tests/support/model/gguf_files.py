@@ -55,7 +55,7 @@ def write_gguf(
     if alignment:
         writer.add_custom_alignment(alignment)
     for key, value in metadata.items():
-        _add(writer, key, value)
+        add_value(writer, key, value)
     for name, tensor in tensors.items():
         if isinstance(tensor, tuple):
             kind, blocks = tensor
@@ -69,7 +69,8 @@ def write_gguf(
     return path
 
 
-def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    """Adds a key with the type that its value suggests, or as (value, type)."""
     match value:
         case bool():
             writer.add_bool(key, value)

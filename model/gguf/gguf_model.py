@@ -1,0 +1,128 @@
+"""A model of one GGUF file, or of a series of them: its config.json, generation settings, and tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from model.config import ConfigError
+from model.families.registry import read_config
+from model.families.spec import FamilySpec
+from model.files import CheckpointError
+from model.gguf.architectures import ARCHITECTURES, Architecture
+from model.gguf.gguf_file import GgufFile, GgufTensor, MetadataArray
+from model.gguf.metadata_reader import MetadataReader
+from model.weights_version import File
+
+_MAX_PARTS = 4096
+_ROLES = {"bos": "bos_token_id", "padding": "pad_token_id"}
+_SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
+_SAMPLING |= {"penalty_repeat": "repetition_penalty"}
+_PROJECTOR = "clip"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GgufModel:
+    """The headers of the files of a model, and what they say."""
+
+    files: tuple[GgufFile, ...]
+    tensors: Mapping[str, tuple[GgufFile, GgufTensor]]
+    architecture: Architecture
+    config: Mapping[str, Any]
+    """Its config.json."""
+    generation: Mapping[str, Any]
+    """Its generation_config.json, without the tokens that end a text."""
+
+    @classmethod
+    def read(cls, paths: Sequence[File]) -> GgufModel:
+        """paths: of the file, or of the whole series in its order. Raises CheckpointError."""
+        files = tuple(map(GgufFile.read, paths))
+        _check_series(files)
+        tensors = _all_tensors(files)
+        try:
+            name = _architecture(files[0])
+            reader = MetadataReader(
+                architecture=name, files=files, tensors={name: tensor for name, (_, tensor) in tensors.items()}
+            )
+            architecture = ARCHITECTURES[name]
+            config = {"model_type": architecture.family, **architecture.read(reader)}
+            reader.check_all_read()
+            read_config(config)
+        except ConfigError as error:
+            raise CheckpointError(f"{paths[0]}: {error}") from None
+        except ValueError as error:
+            message = str(error) if isinstance(error, CheckpointError) else f"{paths[0]}: {error}"
+            raise CheckpointError(message) from None
+        generation = _generation(files[0].metadata)
+        return cls(files=files, tensors=tensors, architecture=architecture, config=config, generation=generation)
+
+    def family_of_files(self, family: FamilySpec) -> FamilySpec:
+        """The family with the names and the layout of these files."""
+        return self.architecture.family_of_files(family, self.tensors.keys())
+
+    def tokenizer_metadata(self) -> dict[str, Any]:
+        """The metadata as plain values, without arrays that are not of the tokenizer. Raises ValueError."""
+        return {
+            key: value.items() if isinstance(value, MetadataArray) else value
+            for key, value in self.files[0].metadata.items()
+            if key.startswith("tokenizer.") or not isinstance(value, MetadataArray)
+        }
+
+
+def _check_series(files: Sequence[GgufFile]) -> None:
+    """Raises CheckpointError unless the files are one model."""
+    for number, file in enumerate(files):
+        at, count = file.metadata.get("split.no", 0), file.metadata.get("split.count", 0)
+        count = count or 1
+        if (at, count) != (number, len(files)):
+            raise CheckpointError(
+                f"{file.path}: is part {_plain(at)} of {_plain(count)}, counted from 0; its name says part {number} of "
+                f"{len(files)}: use the names {_series_name(count)}"
+            )
+    total = files[0].metadata.get("split.tensors.count")
+    found = sum(len(file.tensors) for file in files)
+    if len(files) > 1 and total is not None and total != found:
+        raise CheckpointError(
+            f"{files[0].path}: the series has {found} tensors, and its first file says {_plain(total)}"
+        )
+
+
+def _plain(value: Any) -> str:
+    return f"{value!r:.40}"
+
+
+def _series_name(count: Any) -> str:
+    number = f"{count:05}" if isinstance(count, int) and 0 < count <= _MAX_PARTS else "0000N"
+    return f"NAME-00001-of-{number}.gguf and so on, in one folder"
+
+
+def _all_tensors(files: Sequence[GgufFile]) -> dict[str, tuple[GgufFile, GgufTensor]]:
+    tensors: dict[str, tuple[GgufFile, GgufTensor]] = {}
+    for file in files:
+        for name, tensor in file.tensors.items():
+            if name in tensors:
+                raise CheckpointError(f"{file.path}: holds {name!r:.80}, which another file of the series holds, too")
+            tensors[name] = file, tensor
+    return tensors
+
+
+def _architecture(file: GgufFile) -> str:
+    """Raises ConfigError if the file holds no model, or an unsupported one."""
+    name, kind = file.metadata.get("general.architecture"), file.metadata.get("general.type", "model")
+    if name == _PROJECTOR or kind == "mmproj":
+        raise ConfigError("is the vision part (mmproj) of a model: give the file of the model itself")
+    if kind != "model":
+        raise ConfigError(f"is of the general.type {_plain(kind)}, not a model")
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        raise ConfigError(
+            f"general.architecture {_plain(name)} is not supported in GGUF files; supported: {', '.join(ARCHITECTURES)}"
+        )
+    return name
+
+
+def _generation(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    roles = {key: metadata.get(f"tokenizer.ggml.{role}_token_id") for role, key in _ROLES.items()}
+    sampling = {key: metadata.get(f"general.sampling.{name}") for name, key in _SAMPLING.items()}
+    found = {name: value for name, value in {**roles, **sampling}.items() if isinstance(value, int | float)}
+    return found | ({"do_sample": True} if any(sampling.values()) else {})

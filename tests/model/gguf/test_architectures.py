@@ -1,0 +1,244 @@
+"""Models of every architecture: a converted checkpoint is the same model as the original one."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from model.checkpoint.checkpoint import Checkpoint, load
+from model.checkpoint.gguf_directory import MadeFiles, version_of_gguf
+from model.checkpoint.stored_weights import find_weights
+from model.config import ModelConfig
+from model.files import CheckpointError
+from model.gguf.architectures import ARCHITECTURES
+from model.gguf.gguf_model import GgufModel
+from model.weights_version import Directory
+from tests.support.model.gguf_conversion import ARCHITECTURE_OF, write_converted
+from tests.support.model.gguf_files import write_gguf
+from tests.support.model.hub_checkpoints import CASES, FAMILY_CASES, family_name, reference_config, save_reference
+
+_ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "activation")
+_NO_WINDOW = {
+    **{name: {"sliding_window": None} for name in ("mistral", "starcoder2")},
+    **{name: {"use_sliding_window": False, "layer_types": None} for name in ("qwen2", "qwen3", "qwen3_moe", "smollm3")},
+}
+"""Windows that the converter leaves out."""
+_TIED = {"tie_word_embeddings": True}
+_OTHER: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "cohere2"), _TIED),
+    "olmoe": {"norm_topk_prob": False},
+    "qwen3_moe": {"norm_topk_prob": True, "mlp_only_layers": [], "decoder_sparse_step": 1},
+    "smollm3": {"no_rope_layers": None, "no_rope_layer_interval": 4, "num_hidden_layers": 5},
+    "seed_oss": {"mlp_bias": False},
+    "ernie4_5_moe": {"moe_layer_end_index": -1},
+}
+"""What the converter, or llama.cpp, knows of these families in one way only."""
+_UNSUPPORTED = {
+    "falcon-b": "a residual that is not parallel",
+    "falcon-e": "heads that are interleaved and have their own keys",
+    "gpt_bigcode-b": "heads that have their own keys",
+}
+"""Cases that llama.cpp does not convert, or computes wrongly."""
+_CASES = [case for case in CASES if family_name(case) in ARCHITECTURE_OF and case not in _UNSUPPORTED]
+_LARGEST = {name: max(case for case in _CASES if family_name(case) == name) for name in ARCHITECTURE_OF}
+
+
+def _changes(case: str) -> dict[str, Any]:
+    """Of keys that GGUF files do not have, and whose default all files stand for."""
+    name = family_name(case)
+    default, other = reference_config(name), _OTHER.get(name, {})
+    if "query_pre_attn_scalar" in CASES[case]:
+        other = {**other, "query_pre_attn_scalar": CASES[case]["head_dim"]}
+    if name == "olmo3" and "rope_parameters" in CASES[case]:
+        ropes = CASES[case]["rope_parameters"]
+        local = {"rope_type": "default", "rope_theta": ropes["full_attention"]["rope_theta"]}
+        other = {**other, "rope_parameters": {**ropes, "sliding_attention": local}}
+    activations = {key: getattr(default, key) for key in _ACTIVATIONS if key in CASES[case]}
+    return activations | _NO_WINDOW.get(name, {}) | other
+
+
+def _save(case: str, directory: Path, **changes: Any) -> None:
+    save_reference(case, directory, **{**_changes(case), **changes})
+    if "gemma" in case:  # whose scale of embeddings is rounded to the number format of the training
+        raw = json.loads((directory / "config.json").read_text())
+        (directory / "config.json").write_text(json.dumps({**raw, "dtype": "bfloat16"}))
+
+
+@contextmanager
+def _opened(*paths: Path) -> Iterator[Directory]:
+    """The model of GGUF files without a tokenizer."""
+    made = MadeFiles({"config.json": json.dumps(GgufModel.read(paths).config).encode()})
+    try:
+        yield version_of_gguf(list(paths), made)
+    finally:
+        made.close()
+
+
+def _load(directory: Directory) -> Checkpoint:
+    return load(directory, device=torch.device("cpu"), dtype=torch.float32)
+
+
+def _are_close(one: Any, other: Any) -> bool:
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=1e-6)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_are_close, one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_are_close(one[key], other[key]) for key in one)
+    return bool(one == other)
+
+
+def _differences(one: ModelConfig, other: ModelConfig) -> dict[str, Any]:
+    """Fields that differ by more than float32, in which files have numbers."""
+    pairs = {name: (value, dataclasses.asdict(other)[name]) for name, value in dataclasses.asdict(one).items()}
+    return {name: pair for name, pair in pairs.items() if not _are_close(*pair)}
+
+
+def test_every_architecture_has_cases() -> None:
+    assert set(ARCHITECTURE_OF.values()) == ARCHITECTURES.keys()
+    assert ARCHITECTURE_OF.keys() <= FAMILY_CASES.keys()
+    assert {family_name(case) for case in _CASES} == ARCHITECTURE_OF.keys()
+
+
+@pytest.mark.parametrize("case", _CASES)
+def test_a_converted_model_is_the_original_one(case: str, tmp_path: Path) -> None:
+    _save(case, tmp_path)
+    with _opened(write_converted(tmp_path, tmp_path / "model.gguf")) as directory:
+        found, expected = _load(directory), _load(tmp_path)
+    assert _differences(found.weights.config, expected.weights.config) == {}
+    state = found.decoder.state_dict()
+    for name, tensor in expected.decoder.state_dict().items():
+        if ARCHITECTURES[ARCHITECTURE_OF[family_name(case)]].adds_one and "norm" in name:
+            assert torch.allclose(state[name], tensor, rtol=0, atol=2.5e-7), name  # 1 + w has less digits of w
+        else:
+            assert torch.equal(state[name], tensor), name
+
+
+@pytest.mark.parametrize("case", [case for case in _CASES if "gemma" in case or "nemotron" in case])
+def test_norms_that_were_trained_in_bfloat16_come_back_exactly(case: str, tmp_path: Path) -> None:
+    _save(case, tmp_path)
+    path = write_converted(tmp_path, tmp_path / "model.gguf", rounds_to_bfloat16=True)
+    with _opened(path) as directory:
+        state = _load(directory).decoder.state_dict()
+    for name, tensor in _load(tmp_path).decoder.state_dict().items():
+        assert torch.equal(state[name], tensor.bfloat16().float()), name
+
+
+@pytest.mark.parametrize("case", _LARGEST.values())
+def test_quantized_matrices_stay_packed_and_have_the_numbers_of_the_package(case: str, tmp_path: Path) -> None:
+    sizes = {"n_embd" if "n_embd" in CASES[case] else "hidden_size": 96}
+    _save(case, tmp_path, **sizes)
+    packed = write_converted(tmp_path, tmp_path / "packed.gguf", "Q8_0")
+    unpacked = write_converted(tmp_path, tmp_path / "unpacked.gguf", "Q8_0", is_unpacked=True)
+    with _opened(packed) as one, _opened(unpacked) as other:
+        found, expected = find_weights(one), find_weights(other)
+        assert len(found.packed) > 3 * found.config.n_layers and not expected.packed
+        for name in found.mappings:
+            numbers = found.read(name, "float32")
+            assert np.array_equal(numbers, expected.read(name, "float32")), name
+            sources = [source for source, _ in found.mappings[name].source]
+            if all(source in found.packed for source in sources):
+                matrices = found.read_packed(name)
+                rows = np.concatenate([matrix.dequantized("float32") for matrix in matrices])
+                assert np.array_equal(rows, numbers.reshape(rows.shape)), name
+                assert found.packed_formats(name), name
+
+
+def _tiny(**changes: Any) -> dict[str, Any]:
+    sizes = {"block_count": 1, "context_length": 64, "embedding_length": 32, "feed_forward_length": 64}
+    sizes |= {"attention.head_count": 4, "attention.layer_norm_rms_epsilon": 1e-5}
+    return {f"llama.{key}": value for key, value in {**sizes, **changes}.items() if value is not None}
+
+
+_EMBEDDING = {"token_embd.weight": np.zeros((9, 32), np.float32)}
+
+
+def _read(path: Path, metadata: dict[str, Any], architecture: str = "llama", **tensors: Any) -> GgufModel:
+    return GgufModel.read([write_gguf(path / "a.gguf", architecture, metadata, {**_EMBEDDING, **tensors})])
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"expert_count": 8}, "'llama.expert_count' is not supported"),
+        ({"attention.something_new": 2}, "'llama.attention.something_new' is not supported"),
+        ({"block_count": None}, "llama.block_count is missing"),
+        ({"block_count": 2**31}, "block_count cannot be 2147483648"),
+        ({"block_count": "one"}, "block_count cannot be 'one'"),
+        ({"embedding_length": 0}, "are no sizes"),
+        ({"attention.head_count": [4, 2]}, "head_count differs between layers"),
+        ({"attention.value_length": 16}, "value_length 16 is not supported"),
+        ({"attention.key_length": "8"}, "key_length '8'|value_length|head_dim"),
+        ({"rope.dimension_count": 4}, "rope.dimension_count must be 8"),
+        ({"rope.dimension_count": 9}, "rope.dimension_count 9 is not from 1 to 8"),
+        ({"rope.scaling.type": "mrope"}, "rope.scaling.type 'mrope' is not supported"),
+        ({"rope.scaling.type": "yarn", "rope.scaling.factor": -1.0}, "factor"),
+        ({"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.attn_factor": 3.0}, "attn_factor 3"),
+        ({"rope.freq_base": 0.0}, "rope_theta"),
+        ({"attention.layer_norm_rms_epsilon": float("nan")}, "rms_norm_eps"),
+    ],
+)
+def test_metadata_that_say_another_model_are_refused(changes: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=reason) as error:
+        _read(tmp_path, _tiny(**changes))
+    assert str(error.value).startswith(str(tmp_path / "a.gguf"))
+
+
+def test_harmless_metadata_are_accepted(tmp_path: Path) -> None:
+    changes = {"expert_count": 0, "vocab_size": 9, "attention.head_count": [4, 4], "rope.dimension_count": 8}
+    model = _read(tmp_path, {**_tiny(**changes), "general.file_type": 7, "other.key": 3})
+    assert model.config["num_attention_heads"] == 4 and model.config["tie_word_embeddings"]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kind", "reason"),
+    [
+        ("mamba", "model", "general.architecture 'mamba' is not supported in GGUF files; supported: llama, qwen2"),
+        ("clip", "model", "vision part .mmproj. of a model"),
+        ("llama", "adapter", "general.type 'adapter', not a model"),
+    ],
+)
+def test_files_without_a_supported_model_are_refused(architecture: str, kind: str, reason: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=reason):
+        _read(tmp_path, {**_tiny(), "general.type": kind}, architecture)
+
+
+def test_rope_factors_that_the_architecture_does_not_read_are_refused(tmp_path: Path) -> None:
+    factors = {"rope_freqs.weight": np.ones(4, np.float32)}
+    sizes = {key.replace("llama", "gpt2"): value for key, value in _tiny().items()}
+    with pytest.raises(CheckpointError, match=r"rope_freqs\.weight is not supported in models of gpt2"):
+        _read(tmp_path, sizes, "gpt2", **factors)
+
+
+def test_frequency_factors_of_no_known_rule_are_kept_as_they_are(tmp_path: Path) -> None:
+    factors = np.array([1.0, 1.5, 3.0, 7.0], np.float32)
+    rope = _read(tmp_path, _tiny(), **{"rope_freqs.weight": factors}).config["rope_parameters"]
+    assert rope["rope_type"] == "longrope" and rope["long_factor"] == rope["short_factor"] == factors.tolist()
+    assert rope["attention_factor"] == 1.0
+
+
+@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "IQ2_XS", "IQ3_S", "TQ1_0"])
+def test_types_that_are_not_read_are_refused_by_name_with_a_remedy(kind: str, tmp_path: Path) -> None:
+    import gguf
+
+    _, n_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    metadata = _tiny(embedding_length=256)
+    blocks = np.zeros((9, 1, n_bytes), np.uint8)
+    path = write_gguf(tmp_path / "a.gguf", "llama", metadata, {"token_embd.weight": (kind, blocks)})
+    with _opened(path) as directory, pytest.raises(CheckpointError, match=f"is {kind}, .* download .* Q4_K_M"):
+        find_weights(directory)
+
+
+def test_generation_settings_come_from_the_file(tmp_path: Path) -> None:
+    found = {"tokenizer.ggml.bos_token_id": 3, "general.sampling.temp": 0.5, "general.sampling.top_k": 40}
+    model = _read(tmp_path, {**_tiny(), **found})
+    assert model.generation == {"bos_token_id": 3, "temperature": 0.5, "top_k": 40, "do_sample": True}
