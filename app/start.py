@@ -35,6 +35,7 @@ from app.serving.kernel_prebuild import libraries_at_start
 from app.serving.model_instance import ModelInstance
 from model.cache_formats import check_kv_cache
 from model.checkpoint.chat_template_file import read_chat_template
+from model.checkpoint.gguf_directory import opened_weights
 from model.checkpoint.hub import hub_model, resolve_weights
 from model.checkpoint.manifest import read_model_name
 from model.checkpoint.tensor_index import check_layout
@@ -96,11 +97,12 @@ def _check_weights(settings: Settings) -> None:
 
 def _check_directory(directory: Path) -> None:
     """Fails fast on what can be checked without loading; the engine process checks the rest. Raises ValueError."""
-    check_layout(directory)
+    with opened_weights(directory) as opened:
+        check_layout(opened)
+        read_chat_template(opened)
+        read_model_name(opened)
     for cache, count in linked_caches(directory).items():
         _log.info("%s: %d files are links into the cache %s", directory, count, cache)
-    read_chat_template(directory)
-    read_model_name(directory)
 
 
 def _check_kernels(settings: Settings) -> None:

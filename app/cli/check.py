@@ -29,6 +29,7 @@ from app.tokenization.tokenizer_trial import check_vocabulary, try_tokenizer
 from model.cache_formats import KvCache
 from model.checkpoint.checkpoint import load
 from model.checkpoint.config_file import load_config
+from model.checkpoint.gguf_directory import is_model_file, opened_weights, series_stem
 from model.checkpoint.golden import GOLDEN_FILE
 from model.checkpoint.golden_export import golden_loss, verify
 from model.checkpoint.hub import resolve_weights, source_of
@@ -43,6 +44,7 @@ from model.nn.transformer import Decoder
 from model.parameter_shapes import parameter_shapes
 from model.quantize import QuantizedKind, QuantizedWeights, describe_unquantized
 from model.tokenizer.tokenizer import Tokenizer
+from model.weights_version import Directory, WeightsVersion
 
 _CONTEXT = 512
 
@@ -55,7 +57,8 @@ def main(argv: Sequence[str]) -> int:
         parser.error("DIR is empty: use . for the current directory")
     try:
         directory = resolve_weights(given, _print_stderr)
-        lines = _check(directory)
+        with opened_weights(directory) as opened:
+            lines = _check(directory, opened)
     except ValueError as error:  # CheckpointError and TokenizerError among others; all messages name the file
         print(f"error: {one_line(str(error))}", file=sys.stderr)
         return 2
@@ -71,18 +74,20 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser of this verb."""
     parser = OneLineParser(prog="inkstream check", description="Validate a weights directory.")
     parser.add_argument(
-        "directory", metavar="DIR", help="weights directory, or a model of the Hugging Face Hub: org/name[@revision]"
+        "directory",
+        metavar="DIR",
+        help="weights directory, GGUF file, or a model of the Hub: org/name[@revision]",
     )
     return parser
 
 
-def _check(directory: Path) -> list[Line]:
-    """Facts of a valid directory. Raises ValueError with the name of the file and the reason."""
+def _check(given: Path, directory: Directory) -> list[Line]:
+    """Facts of a valid directory, which is `given` or made from it. Raises ValueError with the file and the reason."""
     check_layout(directory)
     template = ChatTemplate.load(directory)
     if template and (problem := asyncio.run(template.problem())):
         raise CheckpointError(problem)
-    ready = _start_engine(directory)
+    ready = _start_engine(given, directory)
     gc.collect()  # the engine's weights
     checkpoint = load(directory, device=torch.device("cpu"), dtype=torch.float32)
     decoder, weights = checkpoint.decoder, checkpoint.weights
@@ -94,7 +99,7 @@ def _check(directory: Path) -> list[Line]:
     quantize_lines = list(_quantize_lines(weights, decoder, directory))
     defaults = ready.sampling_defaults
     return [
-        ("name", read_model_name(directory) or directory.resolve().name),
+        ("name", read_model_name(directory) or _own_name(given)),
         ("family", weights.family.name),
         *_file_lines(weights),
         *shape_lines(decoder.config),
@@ -109,10 +114,14 @@ def _check(directory: Path) -> list[Line]:
         ("golden", "none" if difference is None else f"passed, largest difference {difference:.1e}"),
         *quantize_lines,
         ("manifest", "passed" if is_whole else "none"),
-        *(("links", f"{count} files are in the cache {cache}") for cache, count in linked_caches(directory).items()),
+        *(("links", f"{count} files are in the cache {cache}") for cache, count in linked_caches(given).items()),
         ("version", weights.version),
-        *([("commit", f"{source.commit} of {source.repository}")] if (source := source_of(directory)) else []),
+        *([("commit", f"{source.commit} of {source.repository}")] if (source := source_of(given)) else []),
     ]
+
+
+def _own_name(given: Path) -> str:
+    return series_stem(given.name) if is_model_file(given.name) else given.resolve().name
 
 
 def _file_lines(weights: StoredWeights) -> list[Line]:
@@ -231,14 +240,15 @@ def _print_stderr(line: str) -> None:
     print(one_line(line), file=sys.stderr, flush=True)
 
 
-def _start_engine(directory: Path) -> Ready:
+def _start_engine(given: Path, directory: Directory) -> Ready:
     """Starts an engine in this process to test the weights, and drops it. Raises ValueError.
 
     It runs in float32 on the CPU, for one sequence of a short context, which takes little memory besides the weights.
     """
     context = min(load_config(directory).context, _CONTEXT)
-    config = WorkerConfig(weights=str(directory), device="cpu", dtype="float32", kernels="torch", max_running=1,
-                          max_context=context)  # fmt: skip
+    version = directory if isinstance(directory, WeightsVersion) else None
+    config = WorkerConfig(weights=str(given), device="cpu", dtype="float32", kernels="torch", max_running=1,
+                          max_context=context, version=version)  # fmt: skip
     return build_engine(config).ready
 
 

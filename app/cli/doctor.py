@@ -171,7 +171,7 @@ def _service(given: Given) -> Iterator[Finding]:
     except ValueError as error:
         yield Finding("settings", str(error), "broken", "docs/settings.md lists the settings")
         return
-    size = sum(path.stat().st_size for path in settings.weights.glob("*.safetensors"))
+    size = _weights_size(settings.weights)
     found = f"{settings.weights}, {_size(size)}" if size else f"{settings.weights}"
     if size > free_memory():
         yield Finding("memory", "the weights are larger", "broken", "serve smaller weights, or try --quantize int8")
@@ -189,12 +189,23 @@ def _service(given: Given) -> Iterator[Finding]:
                     yield from _cost(settings.weights)
 
 
+def _weights_size(weights: Path) -> int:
+    """Bytes of the weights; 0 if they cannot be found, which the check of the weights explains."""
+    try:
+        files = importlib.import_module("model.checkpoint.gguf_directory").find_gguf(weights)
+    except ValueError:
+        return 0
+    return sum(path.stat().st_size for path in files or weights.glob("*.safetensors") if path.exists())
+
+
 def _cost(directory: Path) -> Iterator[Finding]:
     """What one token costs; a config.json that asks for far more than the files have is broken."""
     stored = importlib.import_module("model.checkpoint.stored_weights")
     summary = importlib.import_module("model.checkpoint.model_summary")
     try:
-        yield from (Finding(*line) for line in summary.cost_lines(stored.find_weights(directory, lambda _: "").config))
+        with importlib.import_module("model.checkpoint.gguf_directory").opened_weights(directory) as opened:
+            config = stored.find_weights(opened, lambda _: "").config
+        yield from (Finding(*line) for line in summary.cost_lines(config))
     except ValueError as error:
         yield Finding("weights", str(error), "broken", f"inkstream check {directory}")
 

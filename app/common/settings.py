@@ -46,8 +46,9 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="INKSTREAM_", frozen=True, extra="forbid")
 
     weights: Path = Path("weights")
-    """Weights directory (Hugging Face layout), or a model of the Hugging Face Hub: org/name[@revision]. Without this
-    setting and without a folder weights here, the model that comes with inkstream."""
+    """Weights directory (Hugging Face layout), GGUF file, or a model of the Hugging Face Hub: org/name[@revision], or
+    org/name:Q4_K_M for a GGUF file there. Without this setting and without a folder weights here, the model that comes
+    with inkstream."""
     watch: float = Field(0.0, ge=0, le=3600)
     """Seconds between checks for new weights in that directory; 0 reloads only on SIGHUP."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

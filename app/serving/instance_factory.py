@@ -20,6 +20,7 @@ from app.engine_client.request_queue import RequestQueue
 from app.serving.kernel_prebuild import libraries_at_start
 from app.serving.model_instance import ModelInstance
 from app.serving.weights_snapshot import WeightsSnapshot, take_fingerprint, without_links
+from model.checkpoint.gguf_directory import find_gguf
 from model.checkpoint.manifest import read_model_name
 from model.checkpoint.tensor_index import check_layout
 from model.machine import free_memory, may_have_gpu
@@ -100,7 +101,8 @@ def choose_replicas(settings: Settings, topology: Topology) -> int:
 
 def _copies_in_memory(weights: Path) -> int:
     """How often half of the free memory holds the weights' files, at least 1; the rest is for caches."""
-    size = sum(file.stat().st_size for file in weights.glob("*.safetensors"))
+    files = find_gguf(weights) or weights.glob("*.safetensors")
+    size = sum(file.stat().st_size for file in files)
     return max(1, free_memory() // 2 // max(1, size))
 
 

@@ -24,6 +24,7 @@ from app.serving.weights_snapshot import WeightsFingerprint, WeightsSnapshot
 from app.tokenization.text_encoder import TextEncoder
 from app.tokenization.tokenizer_sandbox import TokenizerSandbox
 from app.tokenization.tokenizer_trial import check_vocabulary, try_tokenizer
+from model.checkpoint.gguf_directory import is_model_file, series_stem
 from model.checkpoint.hub import source_of
 from model.tokenizer.tokenizer import Tokenizer
 from model.weights_version import WeightsVersion
@@ -59,9 +60,10 @@ class ModelInstance:
         self.fingerprint = fingerprint
         self.source = source_of(weights)
         """The commit that the weights were downloaded as; None for a directory of the user's own."""
-        self.model_name = self.source.repository if self.source else name or weights.resolve().name
+        own_name = series_stem(weights.name) if is_model_file(weights.name) else weights.resolve().name
+        self.model_name = self.source.repository if self.source else name or own_name
         """The model's name for clients: org/name of the Hub, else that in its manifest, or its directory's."""
-        self.accepted_names = frozenset({self.model_name, weights.resolve().name})
+        self.accepted_names = frozenset({self.model_name, own_name})
         """The names by which a request may ask for it."""
         self.created = int(time.time())
         self.engine = engine

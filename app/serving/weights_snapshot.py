@@ -19,6 +19,7 @@ from pathlib import Path
 
 from app.common.weights_store import WeightsStore
 from app.serving.stored_copies import StoredCopies, in_memory, reflinked
+from model.checkpoint.gguf_directory import MadeFiles, find_gguf, is_model_file, made_files, opened_weights
 from model.checkpoint.manifest import check_manifest
 from model.checkpoint.tensor_index import check_layout
 from model.files import CheckpointError, regular_file
@@ -40,16 +41,15 @@ class WeightsFingerprint:
 
 
 def take_fingerprint(weights: Path) -> WeightsFingerprint:
-    """The directory's current fingerprint. Ignores hidden files, which may be uploads in progress."""
+    """The current fingerprint of a directory, or of a GGUF file. Ignores hidden files, which may be uploads."""
     path = os.path.realpath(weights)
     files = []
     try:
-        with os.scandir(path) as entries:
-            for entry in entries:
-                if not entry.name.startswith(".") and entry.name not in _IGNORED:
-                    status = os.stat(entry.path)  # noqa: PTH116 (follows links, as the loader does)
-                    files.append((entry.name, status.st_ino, status.st_size, status.st_mtime_ns))
-    except OSError:
+        for entry in find_gguf(weights) if weights.is_file() else Path(path).iterdir():
+            if not entry.name.startswith(".") and entry.name not in _IGNORED:
+                status = entry.stat()
+                files.append((entry.name, status.st_ino, status.st_size, status.st_mtime_ns))
+    except (OSError, CheckpointError):
         return WeightsFingerprint(path, ())
     return WeightsFingerprint(path, tuple(sorted(files)))
 
@@ -57,21 +57,27 @@ def take_fingerprint(weights: Path) -> WeightsFingerprint:
 def what_is_missing(weights: Path) -> str:
     """Why the directory is not a complete set of weights yet; empty if it seems complete."""
     try:
-        check_layout(weights)
-        check_manifest(weights)
+        with opened_weights(weights) as directory:
+            check_layout(directory)
+            check_manifest(directory)
     except ValueError as error:
         return str(error)
     return ""
 
 
 def without_links(weights: Path) -> Path:
-    """The real path if there is a symlink in `weights`, which may be switched later; otherwise `weights` itself."""
+    """The real path if there is a symlink in `weights`, which may be switched later; otherwise `weights` itself.
+
+    A link to a blob of the Hugging Face cache, which has no name of its own, is kept.
+    """
+    if is_model_file(weights.name) and weights.is_symlink() and not is_model_file(weights.resolve().name):
+        return without_links(weights.parent) / weights.name
     real = weights.resolve()
     return weights if real == Path(os.path.abspath(weights)) else real  # noqa: PTH100 (resolve() follows links)
 
 
 _log = logging.getLogger("inkstream")
-_SUFFIXES = (".json", ".jinja", ".safetensors")
+_SUFFIXES = (".json", ".jinja", ".safetensors", ".gguf")
 _SMALL_BYTES = 1 << 20
 """A manifest may name files that are not weights: only small ones are kept."""
 _MAX_FILES = 256
@@ -87,11 +93,17 @@ class WeightsSnapshot:
         """files: name -> where it is read; empty if the files could not be opened."""
         self.version = WeightsVersion(directory=str(directory), files=dict(files))
         self._descriptors = descriptors
+        self._made: MadeFiles | None = None
         self._stored: StoredCopies | None = None
 
     @classmethod
     def open(cls, directory: Path) -> WeightsSnapshot:
-        """Opens the files that are in the directory now. Never raises: logs what cannot be kept."""
+        """Opens the files that are in the directory now, and logs what cannot be kept.
+
+        Raises CheckpointError for a GGUF file that cannot be read, since the directory is made from it.
+        """
+        if paths := find_gguf(directory):
+            return cls._of_gguf(paths)
         if sys.platform != "linux":
             return cls(directory, {}, {})
         descriptors: dict[str, int] = {}
@@ -110,6 +122,24 @@ class WeightsSnapshot:
         folder = f"/proc/{os.getpid()}/fd"
         files = {name: f"{folder}/{descriptors[name]}" if name in descriptors else "" for name in names}
         return cls(directory, descriptors, files if descriptors else {})
+
+    @classmethod
+    def _of_gguf(cls, paths: list[Path]) -> WeightsSnapshot:
+        """The files themselves, and those made from them, which need no copies. Raises CheckpointError."""
+        opened = {path.name: _open(path) for path in paths} if sys.platform == "linux" else {}
+        descriptors = {name: number for name, number in opened.items() if number is not None}
+        files = {path.name: str(path.absolute()) for path in paths}
+        files |= {name: f"/proc/{os.getpid()}/fd/{number}" for name, number in descriptors.items()}
+        version = WeightsVersion(directory=str(paths[0].parent), files=files)
+        try:
+            made = MadeFiles(made_files([version / path.name for path in paths]))
+        except BaseException:
+            for descriptor in descriptors.values():
+                os.close(descriptor)
+            raise
+        snapshot = cls(paths[0].parent, descriptors, {**files, **made.paths})
+        snapshot._made = made
+        return snapshot
 
     @property
     def directory(self) -> Directory:
@@ -139,6 +169,8 @@ class WeightsSnapshot:
         """Closes all files; idempotent."""
         for descriptor in self._descriptors.values():
             os.close(descriptor)
+        if self._made:
+            self._made.close()
         if self._stored:
             self._stored.close()
         self._descriptors, self._stored, self.version = {}, None, WeightsVersion(directory=self.version.directory)

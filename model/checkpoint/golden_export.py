@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -11,6 +10,7 @@ from torch import Tensor
 from model.checkpoint.golden import read_golden
 from model.nn.reference import logits
 from model.nn.transformer import Decoder
+from model.weights_version import Directory
 
 
 def golden_file(decoder: Decoder, prompt: list[int]) -> bytes:
@@ -28,7 +28,7 @@ def as_stored(decoder: Decoder, dtype: torch.dtype) -> Decoder:
     return stored
 
 
-def verify(decoder: Decoder, directory: Path) -> float | None:
+def verify(decoder: Decoder, directory: Directory) -> float | None:
     """The largest difference from golden.json; None without the file. Raises CheckpointError beyond TOLERANCE.
 
     `decoder` must be float32 on the CPU.

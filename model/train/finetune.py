@@ -21,6 +21,7 @@ from safetensors.torch import save
 from tokenizers import Tokenizer as RustTokenizer
 
 from model.checkpoint.checkpoint import load, stored_state
+from model.checkpoint.gguf_directory import find_gguf
 from model.checkpoint.golden_export import verify
 from model.checkpoint.hub import resolve_weights
 from model.checkpoint.manifest import check_manifest
@@ -81,6 +82,12 @@ class Base:
         return {**self.files, _CONFIG: config, WEIGHTS_FILE: weights}
 
 
+_NO_GGUF = (
+    "training does not start from a GGUF file: use the model that it was made from, which has safetensors, or unpack "
+    "it with transformers (from_pretrained(..., gguf_file=...))"
+)
+
+
 def load_base(options: argparse.Namespace, work: Path, *, resumes: bool) -> Base | None:
     """The model of --init; None without the flag. A resumed run reads its copy in `work`.
 
@@ -95,6 +102,8 @@ def load_base(options: argparse.Namespace, work: Path, *, resumes: bool) -> Base
     if resumes:
         return _read(kept)
     directory = resolve_weights(options.init, print_stderr)
+    if files := find_gguf(directory):
+        raise CheckpointError(f"{files[0]}: {_NO_GGUF}")
     check_layout(directory)
     return _read(directory)
 
