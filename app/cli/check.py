@@ -143,7 +143,7 @@ _QUANTIZED_TO_MEASURE = 1 << 29
 """Parameters of a model that check quantizes: more would take minutes."""
 
 
-def _quantize_lines(weights: StoredWeights, decoder: Decoder, directory: Path) -> Iterator[Line]:
+def _quantize_lines(weights: StoredWeights, decoder: Decoder, directory: Directory) -> Iterator[Line]:
     """Bits per weight, and the loss on the text of golden.json, with each value of --quantize that packs matrices.
 
     Changes the decoder.

@@ -37,7 +37,7 @@ def verify(decoder: Decoder, directory: Directory) -> float | None:
     return None if golden is None else golden.compare(_logprobs(decoder, list(golden.prompt)).tolist())
 
 
-def golden_loss(decoder: Decoder, directory: Path) -> float | None:
+def golden_loss(decoder: Decoder, directory: Directory) -> float | None:
     """See Golden.loss: of a decoder whose weights are rounded; None without golden.json. Raises CheckpointError."""
     golden = read_golden(directory, decoder.config)
     return None if golden is None else golden.loss(_logprobs(decoder, list(golden.prompt)).tolist())

@@ -1,4 +1,4 @@
-"""Weights by name: org/name[@revision] of the Hugging Face Hub in place of a directory.
+"""Weights by name: org/name[@revision][:quantization] of the Hugging Face Hub in place of a directory.
 
 resolve_weights() turns what a user gave into a directory; a model of the Hub is downloaded into the cache that all
 Hugging Face tools share. source_of() tells from a directory which model and commit it is.
@@ -13,10 +13,13 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
+from model.checkpoint.gguf_directory import gguf_notes, is_model_file
 from model.files import CheckpointError
 
 _NAME = re.compile(
-    r"(?P<repository>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(@(?P<revision>[^@\s]{0,255}))?", re.A
+    r"(?P<repository>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(@(?P<revision>[^@:\s]{0,255}))?"
+    r"(:(?P<quantization>[^@:\s]{0,100}))?",
+    re.A,
 )
 COMMIT = re.compile(r"[0-9a-f]{40}")
 """git's name of a commit."""
@@ -30,6 +33,8 @@ class HubModel:
     """org/name"""
     revision: str
     """Branch, tag or commit."""
+    quantization: str = ""
+    """Of the GGUF file that is meant, such as Q4_K_M; empty if the repository has safetensors or one such file."""
 
     @property
     def is_commit(self) -> bool:
@@ -37,7 +42,8 @@ class HubModel:
         return bool(COMMIT.fullmatch(self.revision))
 
     def __str__(self) -> str:
-        return self.repository if self.revision == "main" else f"{self.repository}@{self.revision}"
+        revision = "" if self.revision == "main" else f"@{self.revision}"
+        return self.repository + revision + (f":{self.quantization}" if self.quantization else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +66,14 @@ def hub_model(weights: str) -> HubModel | None:
         raise CheckpointError(
             f"{weights}: is not a model's name; write org/name, or org/name@ and a branch, tag or commit"
         )
-    return HubModel(found["repository"], found["revision"] or "main")
+    quantization = found["quantization"]
+    if quantization is not None and not re.fullmatch(r"[A-Za-z0-9][\w.-]*", quantization, re.A):
+        raise CheckpointError(f"{weights}: has no quantization after the colon, such as {found['repository']}:Q4_K_M")
+    return HubModel(found["repository"], found["revision"] or "main", quantization or "")
 
 
 def resolve_weights(weights: Path | str, say: Callable[[str], None]) -> Path:
-    """The weights directory that the user gave, or the Hub model's, downloaded if need be.
+    """The weights directory or GGUF file that the user gave, or the Hub model's, downloaded if need be.
 
     A directory wins over a model of the same name, and `say` gets a line that says so. It also gets a line before the
     weights are downloaded and one after; a terminal shows the progress between them. Raises CheckpointError.
@@ -74,6 +83,8 @@ def resolve_weights(weights: Path | str, say: Callable[[str], None]) -> Path:
     if named is None:
         if _NAME.fullmatch(text) and os.path.isdir(text):  # noqa: PTH112 (pathlib raises for folders not to be entered)
             say(f"{text}: this directory is used, not a model of the Hugging Face Hub with the same name")
+        for note in gguf_notes(Path(text)):
+            say(note)
         return Path(text)
     # Imported when a model is named: with its libraries it takes a third of a second.
     directory: Path = import_module("model.checkpoint.hub_download").fetch(named, say)
@@ -81,8 +92,11 @@ def resolve_weights(weights: Path | str, say: Callable[[str], None]) -> Path:
 
 
 def source_of(directory: Path) -> HubSource | None:
-    """Model and commit of a directory in the cache of the Hub; None for any other directory."""
+    """Model and commit of a directory, or of a GGUF file, in the cache of the Hub; None for any other."""
     real = directory.resolve()
+    if is_model_file(directory.name):
+        in_snapshot = directory.parent.resolve()
+        real = in_snapshot if in_snapshot.parent.name == "snapshots" else in_snapshot.parent
     kind, _, repository = real.parent.parent.name.partition("--")
     if kind != "models" or real.parent.name != "snapshots" or not COMMIT.fullmatch(real.name):
         return None

@@ -1,7 +1,7 @@
 """Downloads the files of a model of the Hugging Face Hub that the service reads, into the Hub's cache.
 
-Only safetensors, tokenizer and configuration files. huggingface_hub knows the endpoint, the token and the errors. The
-partial file is kept here, because the library deletes its own when it is interrupted
+Only safetensors, tokenizer and configuration files, or the GGUF files of one model. huggingface_hub knows the endpoint,
+the token and the errors. The partial file is kept here, because the library deletes its own when it is interrupted
 (https://github.com/huggingface/huggingface_hub/pull/4228), and so is the comparison of each file with its hash.
 Nothing that the Hub says is used before hub_metadata.py has checked it, and hub_transfer.py bounds what it sends.
 
@@ -17,7 +17,7 @@ import hashlib
 import logging
 import secrets
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
@@ -33,6 +33,7 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import WeakFileLock, build_hf_headers, close_session, validate_repo_id
 
+from model.checkpoint.gguf_directory import choose_files, find_gguf
 from model.checkpoint.hub import COMMIT, HubModel
 from model.checkpoint.hub_metadata import MAX_INFO_BYTES, MetadataError, RemoteFile, RemoteModel, parse_model_info
 from model.checkpoint.hub_transfer import TooSlow, TransferError, fetch_file, fetch_info
@@ -46,7 +47,7 @@ _Say = Callable[[str], None]
 
 
 def fetch(named: HubModel, say: _Say) -> Path:
-    """The directory of the model's files in the cache, complete. Raises CheckpointError."""
+    """The directory of the model's files in the cache, complete, or its GGUF file there. Raises CheckpointError."""
     for library in ("httpx2", "httpcore2"):  # they log the URLs of requests, also signed ones
         logging.getLogger(library).setLevel(logging.WARNING)
     logging.getLogger("huggingface_hub").handlers.clear()  # it writes to stderr itself what our handler writes, too
@@ -77,6 +78,8 @@ def _cached_snapshot(folder: Path, named: HubModel) -> Path | None:
             return None
         snapshot = folder / "snapshots" / commit
         names = {path.name for path in snapshot.iterdir() if path.exists()}  # another program may have fetched a part
+        if named.quantization or (missing_file(names) and any(snapshot.rglob("*.gguf"))):
+            return _cached_gguf(snapshot, named)
         needed = set() if WEIGHTS_FILE in names else shard_names(snapshot / INDEX_FILE)
     except (OSError, UnicodeError, CheckpointError):
         return None
@@ -102,11 +105,13 @@ def _info(named: HubModel) -> RemoteModel:
 
 def _download(named: HubModel, folder: Path, info: RemoteModel, say: _Say) -> Path:
     """Fetches what the cache lacks; weights last, once the configuration is known to be supported."""
+    if chosen := _chosen_gguf(named, info):
+        return _download_gguf(named, folder, info, chosen, say)
     _check_names(named, info)
     lock = folder.parent / ".locks" / folder.name / "inkstream.lock"
     lock.parent.mkdir(parents=True, exist_ok=True)
     with WeakFileLock(lock):
-        small = [file for file in info.files if not file.name.endswith(".safetensors")]
+        small = [file for file in info.files if not file.name.endswith((".safetensors", ".gguf"))]
         _fetch_files(named, folder, info.commit, small)
         blobs = {file.name: folder / "blobs" / file.etag for file in info.files}
         try:
@@ -123,10 +128,51 @@ def _download(named: HubModel, folder: Path, info: RemoteModel, say: _Say) -> Pa
             _fetch_files(named, folder, info.commit, weights)
             say(f"downloaded {named}, commit {info.commit[:12]}")
         _link(folder / "snapshots" / info.commit, small + weights)
-        if not named.is_commit:  # for a start without network
-            with contextlib.suppress(CheckpointError):
-                write_file(folder / "refs" / named.revision, info.commit.encode())
+        _keep_reference(named, folder, info)
     return folder / "snapshots" / info.commit
+
+
+def _cached_gguf(snapshot: Path, named: HubModel) -> Path | None:
+    """The first file of the one model that fits, if all of its files are there."""
+    names = [path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*.gguf") if path.exists()]
+    try:
+        return find_gguf(snapshot / choose_files(names, named.quantization)[0])[0]
+    except ValueError:
+        return None
+
+
+def _chosen_gguf(named: HubModel, info: RemoteModel) -> list[RemoteFile]:
+    """The GGUF files to download; empty if the repository's safetensors are meant. Raises CheckpointError."""
+    files = {file.name: file for file in info.files if file.name.endswith(".gguf")}
+    has_safetensors = any(file.name.endswith(".safetensors") for file in info.files)
+    if not named.quantization and (has_safetensors or not files):
+        return []
+    try:
+        return [files[name] for name in choose_files(files, named.quantization)]
+    except ValueError as error:
+        raise CheckpointError(f"{named}: {error}") from None
+
+
+def _download_gguf(named: HubModel, folder: Path, info: RemoteModel, chosen: Sequence[RemoteFile], say: _Say) -> Path:
+    """Fetches the files of one model; returns the first one."""
+    lock = folder.parent / ".locks" / folder.name / "inkstream.lock"
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with WeakFileLock(lock):
+        if not all((folder / "blobs" / file.etag).exists() for file in chosen):
+            size = sum(file.size for file in chosen) / 1e6
+            say(f"downloading {named}: {chosen[0].name}, {size:,.1f} MB, to {constants.HF_HUB_CACHE}")
+            _fetch_files(named, folder, info.commit, chosen)
+            say(f"downloaded {named}, commit {info.commit[:12]}")
+        _link(folder / "snapshots" / info.commit, chosen)
+        _keep_reference(named, folder, info)
+    return find_gguf(folder / "snapshots" / info.commit / chosen[0].name)[0]
+
+
+def _keep_reference(named: HubModel, folder: Path, info: RemoteModel) -> None:
+    """For a start without network."""
+    if not named.is_commit:
+        with contextlib.suppress(CheckpointError):
+            write_file(folder / "refs" / named.revision, info.commit.encode())
 
 
 def _check_names(named: HubModel, info: RemoteModel) -> None:
@@ -190,11 +236,13 @@ def _link(snapshot: Path, files: Iterable[RemoteFile]) -> None:
     snapshot.mkdir(parents=True, exist_ok=True)
     for file in files:
         # Not the process id: in a container it is the one of an earlier process, which was killed here.
-        path, temporary = snapshot / file.name, snapshot / f".{file.name}.{secrets.token_hex(8)}.tmp"
+        path = snapshot / file.name
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
         if path.exists():
             continue
+        path.parent.mkdir(exist_ok=True)
         try:
-            temporary.symlink_to(Path("../../blobs") / file.etag)
+            temporary.symlink_to(Path("../" * (1 + file.name.count("/"))) / "../blobs" / file.etag)
         except OSError:  # a file system without links
             shutil.copyfile(snapshot.parents[1] / "blobs" / file.etag, temporary)
         temporary.replace(path)

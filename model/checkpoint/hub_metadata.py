@@ -29,7 +29,10 @@ SMALL_FILES = re.compile(
     r"|model\.safetensors\.index\.json|(LICEN[CS]E|NOTICE)(\.(txt|md))?",
     re.A,
 )
-_WEIGHTS = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
+_WEIGHTS = re.compile(
+    r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors|([A-Za-z0-9][A-Za-z0-9._-]*/)?[A-Za-z0-9][\w.-]*\.gguf", re.A
+)
+"""GGUF files may lie in a folder of the top one, as large series do."""
 
 _Size = Annotated[int, Meta(ge=0, le=1 << 50)]
 _Sha1 = Annotated[str, Meta(pattern=r"^[0-9a-f]{40}\Z")]
@@ -58,7 +61,7 @@ class RemoteModel:
     names: frozenset[str]
     """Every file of the top folder."""
     files: tuple[RemoteFile, ...]
-    """The files of the top folder that the service may read."""
+    """The files of the top folder that the service may read, and GGUF files of the folders in it."""
     base_model: str
     """Which base model its card names; empty if none."""
 

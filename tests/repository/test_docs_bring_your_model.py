@@ -21,6 +21,8 @@ from app.__main__ import main as inkstream
 from model.checkpoint.checkpoint import load
 from model.config import Experts
 from model.families.registry import MODEL_TYPES, read_config
+from model.gguf.architectures import ARCHITECTURES
+from model.gguf.blocks import PACKED_FORMATS
 from model.nn.reference import logits
 from model.nn.transformer import Decoder
 from model.presets import preset
@@ -185,3 +187,10 @@ def test_table_names_exactly_the_tensors() -> None:
     inside = {name for name in names if name.startswith("encoder_blocks.N.")}
     assert {name.removeprefix("encoder_") for name in inside} < names
     assert {name.replace(".bias", ".weight") for name in names - inside} == documented - {"encoder_blocks.N."}
+
+
+def test_all_architectures_and_types_of_gguf_files_are_documented() -> None:
+    rows = dict(re.findall(r"^\| (types of tensors|`general\.architecture`) \| (.+) \|$", PAGE, re.MULTILINE))
+    assert set(re.findall(r"`([^`]+)`", rows["`general.architecture`"])) == ARCHITECTURES.keys()
+    named = rows["types of tensors"].partition(": so")[0].replace(";", ",").split(", ")
+    assert set(named) == {"F32", "F16", "BF16", *PACKED_FORMATS}

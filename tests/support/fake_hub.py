@@ -125,7 +125,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._info(found[1], found[2] or "main", token)
         if found := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
             return self._file(found[1], found[2], found[3], token)
-        if found := re.fullmatch(r"/storage/([^/]+/[^/]+)/([^/]+)", path):
+        if found := re.fullmatch(r"/storage/([^/]+/[^/]+)/(.+)", path):
             assert not token, "a token was sent to the storage server"
             return self._content(hub.repositories[found[1]][found[2]])
         return self._send(404, b"Not Found")

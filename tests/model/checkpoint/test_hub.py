@@ -22,13 +22,16 @@ import torch
 from huggingface_hub import constants
 
 from model.checkpoint import hub_download, hub_transfer
+from model.checkpoint.gguf_directory import find_gguf, opened_weights
 from model.checkpoint.hub import hub_model, resolve_weights, source_of
 from model.checkpoint.hub_metadata import RemoteFile
+from model.checkpoint.stored_weights import find_weights
 from model.checkpoint.tensor_index import check_layout
 from model.files import CheckpointError, read_json
 from model.train.finetune import load_base
 from tests.support import ROOT
 from tests.support.fake_hub import TOKEN, FakeHub, fake_hub
+from tests.support.model.tiny_gguf import tiny_gguf, tiny_series
 from tests.support.model.tiny_models import tiny_weights
 
 NAME = "org/tiny"
@@ -249,10 +252,9 @@ def test_errors_name_a_remedy(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("names", "words"),
     [
-        ({"tiny.Q4_0.gguf": b"GGUF"}, "tiny.Q4_0.gguf is not read: use the model that the GGUF file was made from"),
         ({"adapter_config.json": b"{}", "adapter_model.safetensors": b"1"}, "is an adapter: merge it into its base"),
         ({"config.json": b"{}", "pytorch_model.bin": b"1"}, "pytorch_model.bin is not read: a pickle"),
-        ({"config.json": b"{}", "tiny.Q4_0.gguf": b"GGUF"}, "safetensors; tiny.Q4_0.gguf is not read"),
+        ({"config.json": b"{}", "folder/tiny.bin": b"1"}, "no model.safetensors"),
     ],
 )
 def test_repositories_without_safetensors_name_the_remedy(hub: FakeHub, names: dict[str, bytes], words: str) -> None:
@@ -386,3 +388,76 @@ def test_training_starts_from_a_hub_model(hub: FakeHub, tmp_path: Path) -> None:
     base = load_base(argparse.Namespace(init=NAME), tmp_path / "out", resumes=False)
     assert base and base.directory.name == hub.commit(NAME)
     assert base.decoder(torch.device("cpu")).n_params
+
+
+@pytest.fixture(scope="module")
+def gguf_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """Files of a repository with two quantizations of a tiny model, one of them as a series in a folder."""
+    folder = tmp_path_factory.mktemp("gguf")
+    files = {
+        "tiny-Q8_0.gguf": tiny_gguf(folder / "tiny-Q8_0.gguf").read_bytes(),
+        "README.md": b"#",
+        "config.json": b"{}",
+    }
+    for path in tiny_series(folder):
+        files[f"F32/{path.name.replace('tiny', 'tiny-F32')}"] = path.read_bytes()
+    return files
+
+
+def test_one_quantization_of_a_repository_is_downloaded(hub: FakeHub, gguf_files: dict[str, bytes]) -> None:
+    hub.repositories[NAME] = gguf_files
+    path, lines = resolve(f"{NAME}:Q8_0")
+    assert path.name == "tiny-Q8_0.gguf" and path.read_bytes() == gguf_files["tiny-Q8_0.gguf"]
+    assert lines[0].startswith(f"downloading {NAME}:Q8_0: tiny-Q8_0.gguf, ")
+    assert len(hub.downloads("resolve")) == 1
+    source = source_of(path)
+    assert source and (source.repository, source.commit) == (NAME, hub.commit(NAME))
+    with opened_weights(path) as directory:
+        assert find_weights(directory).packed
+    hub.requests.clear()
+    assert resolve(f"{NAME}:q8_0") == (path, [])
+    assert not hub.downloads("resolve")
+
+
+def test_a_series_in_a_folder_is_downloaded_whole(hub: FakeHub, gguf_files: dict[str, bytes]) -> None:
+    hub.repositories[NAME] = gguf_files
+    path, _ = resolve(f"{NAME}@{hub.commit(NAME)}:F32")
+    assert [each.name for each in find_gguf(path)] == ["tiny-F32-00001-of-00002.gguf", "tiny-F32-00002-of-00002.gguf"]
+    source = source_of(path)
+    assert source and source.repository == NAME
+    with opened_weights(path) as directory:
+        assert len(find_weights(directory).hashes) == 2
+
+
+def test_a_repository_of_gguf_files_lists_the_choices(hub: FakeHub, gguf_files: dict[str, bytes]) -> None:
+    hub.repositories[NAME] = gguf_files
+    assert "2 GGUF files that fit; add one of these after a colon: F32, Q8_0" in problem()
+    assert "no GGUF file of Q4_K_M; add one of these after a colon: F32, Q8_0" in problem(f"{NAME}:Q4_K_M")
+    assert not hub.downloads("resolve|storage")
+
+
+def test_the_only_gguf_file_of_a_repository_needs_no_quantization(hub: FakeHub, gguf_files: dict[str, bytes]) -> None:
+    hub.repositories[NAME] = {"tiny-Q8_0.gguf": gguf_files["tiny-Q8_0.gguf"]}
+    assert resolve()[0].name == "tiny-Q8_0.gguf"
+
+
+def test_safetensors_are_meant_without_a_quantization(hub: FakeHub, gguf_files: dict[str, bytes]) -> None:
+    hub.repositories[NAME] |= {"tiny-Q8_0.gguf": gguf_files["tiny-Q8_0.gguf"]}
+    directory, _ = resolve()
+    check_layout(directory)
+    assert not (directory / "tiny-Q8_0.gguf").exists()
+    assert resolve(f"{NAME}:Q8_0")[0] == directory / "tiny-Q8_0.gguf"
+    assert resolve()[0] == directory
+
+
+def test_a_downloaded_gguf_file_is_used_without_a_network(hub: FakeHub, gguf_files: dict[str, bytes]) -> None:
+    hub.repositories[NAME] = gguf_files
+    path, _ = resolve(f"{NAME}:F32")
+    hub.status = 503
+    found, lines = resolve(f"{NAME}:F32")
+    assert found == path and "from the cache" in lines[0]
+    assert "answers 503" in problem(f"{NAME}:Q8_0")
+    hub.status = 0
+    find_gguf(path)[1].unlink()
+    hub.status = 503
+    assert "answers 503" in problem(f"{NAME}:F32")
