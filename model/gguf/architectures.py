@@ -352,6 +352,8 @@ def _read_ernie_moe(keys: MetadataReader) -> Config:
     config["moe_layer_start_index"] = keys.get("leading_dense_block_count", 0)
     width = keys.get("expert_shared_feed_forward_length")
     shared = keys.get("expert_shared_count", 0)
+    if type(shared) is not int or type(config["moe_intermediate_size"]) is not int:
+        raise ConfigError(f"expert_shared_count {shared!r:.40} or expert_feed_forward_length is no size")
     if width and width != shared * config["moe_intermediate_size"]:
         raise ConfigError(f"expert_shared_feed_forward_length {width!r:.40} is not supported")
     return {**config, "moe_num_shared_experts": shared}

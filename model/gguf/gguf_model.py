@@ -51,6 +51,8 @@ class GgufModel:
             read_config(config)
         except ConfigError as error:
             raise CheckpointError(f"{paths[0]}: {error}") from None
+        except (TypeError, ArithmeticError) as error:
+            raise CheckpointError(f"{paths[0]}: a value of the metadata has the wrong type ({error})") from None
         except ValueError as error:
             message = str(error) if isinstance(error, CheckpointError) else f"{paths[0]}: {error}"
             raise CheckpointError(message) from None

@@ -50,8 +50,11 @@ def test_a_file_has_what_a_weights_directory_has(tmp_path: Path) -> None:
 
 
 def test_made_files_end_with_the_block(tmp_path: Path) -> None:
+    path = tiny_gguf(tmp_path / "tiny.gguf")
+    with opened_weights(path):  # loads what is loaded once
+        pass
     before = set(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else set()  # noqa: PTH112, PTH208
-    with opened_weights(tiny_gguf(tmp_path / "tiny.gguf")) as directory:
+    with opened_weights(path) as directory:
         assert isinstance(directory, WeightsVersion)
         paths = [path for name, path in directory.files.items() if not name.endswith(".gguf")]
         assert all(Path(path).read_bytes() for path in paths)

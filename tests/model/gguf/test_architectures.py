@@ -8,8 +8,10 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from random import Random
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -193,6 +195,36 @@ def test_metadata_that_say_another_model_are_refused(changes: dict[str, Any], re
     assert str(error.value).startswith(str(tmp_path / "a.gguf"))
 
 
+_NAMES = (
+    *("block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count"),
+    *("attention.head_count_kv", "attention.key_length", "attention.value_length", "attention.layer_norm_rms_epsilon"),
+    *("attention.layer_norm_epsilon", "attention.sliding_window", "attention.sliding_window_pattern", "logit_scale"),
+    *("attention.clamp_kqv", "attention.scale", "embedding_scale", "residual_scale", "final_logit_softcapping"),
+    *("rope.freq_base", "rope.freq_base_swa", "rope.dimension_count", "rope.scaling.type", "rope.scaling.factor"),
+    *("rope.scaling.original_context_length", "rope.scaling.attn_factor", "rope.scaling.yarn_beta_fast"),
+    *("expert_count", "expert_used_count", "expert_feed_forward_length", "expert_shared_feed_forward_length"),
+    *("expert_shared_count", "interleave_moe_layer_step", "leading_dense_block_count", "use_parallel_residual"),
+)
+_VALUES = ("", "yarn", "x" * 1000, 0, 1, 2**32 - 1, -1, (2**64 - 1, gguf.GGUFValueType.UINT64), 0.5, -1e30, 1e30,
+           float("nan"), float("inf"), True, False, [1, 2], ["a"], [0.5] * 9, [True, False])  # fmt: skip
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_metadata_of_any_type_are_read_or_refused_in_one_line(architecture: str, tmp_path: Path) -> None:
+    random, outcomes = Random(architecture), set[str]()
+    for _ in range(25):
+        base = {"rope.scaling.type": random.choice(["yarn", "linear", "none"]), "rope.scaling.factor": 2.0}
+        base |= {"attention.sliding_window": 8, "expert_count": 4, "expert_used_count": 2, "logit_scale": 2.0}
+        changes = base | {random.choice(_NAMES): random.choice(_VALUES) for _ in range(random.randrange(3))}
+        metadata = {key.replace("llama", architecture): value for key, value in _tiny(**changes).items()}
+        try:
+            _read(tmp_path, metadata, architecture, **{"rope_freqs.weight": np.linspace(1, 8, 4, dtype=np.float32)})
+        except CheckpointError as error:
+            outcomes.add(str(error))
+    assert len(outcomes) > 3
+    assert all(line.startswith(f"{tmp_path / 'a.gguf'}: ") and "\n" not in line for line in outcomes)
+
+
 def test_harmless_metadata_are_accepted(tmp_path: Path) -> None:
     changes = {"expert_count": 0, "vocab_size": 9, "attention.head_count": [4, 4], "rope.dimension_count": 8}
     model = _read(tmp_path, {**_tiny(**changes), "general.file_type": 7, "other.key": 3})
@@ -228,8 +260,6 @@ def test_frequency_factors_of_no_known_rule_are_kept_as_they_are(tmp_path: Path)
 
 @pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "IQ2_XS", "IQ3_S", "TQ1_0"])
 def test_types_that_are_not_read_are_refused_by_name_with_a_remedy(kind: str, tmp_path: Path) -> None:
-    import gguf
-
     _, n_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     metadata = _tiny(embedding_length=256)
     blocks = np.zeros((9, 1, n_bytes), np.uint8)

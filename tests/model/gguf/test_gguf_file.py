@@ -197,6 +197,7 @@ def test_mutated_files_are_read_or_refused_in_one_line(tmp_path: Path) -> None:
     tracemalloc.start()
     try:
         assert failures(seed=1, count=200) == []
+        assert failures(seed=2, count=60, of_models=True) == []
     finally:
         tracemalloc.stop()
     original = small_file(tmp_path / "small.gguf").read_bytes()

@@ -1,6 +1,7 @@
-"""Mutated GGUF files, each read once: python -m tests.support.model.gguf_mutations --count 10000 --seed 1.
+"""Mutated GGUF files, each read once: python -m tests.support.model.gguf_mutations --count 10000 --seed 1 [--models].
 
-A file is read or refused with one line that names it, in little memory and time: anything else is a failure.
+A file is read or refused with one line that names it, in little memory and time: anything else is a failure. With
+--models they are mutations of a model, which is opened as weights with its tokenizer.
 """
 
 from __future__ import annotations
@@ -14,9 +15,13 @@ import tracemalloc
 from pathlib import Path
 from random import Random
 
+from model.checkpoint.gguf_directory import opened_weights
+from model.checkpoint.stored_weights import find_weights
+from model.checkpoint.tensor_index import check_layout
 from model.files import CheckpointError
 from model.gguf.gguf_file import GgufFile, MetadataArray
 from tests.support.model.gguf_files import small_file
+from tests.support.model.tiny_gguf import tiny_gguf
 
 MAX_BYTES = 64 << 20
 """More than the file's own size."""
@@ -83,21 +88,35 @@ def read_all(path: Path) -> str:
     return ""
 
 
-def failures(seed: int, count: int) -> list[str]:
-    """What went wrong with mutations of small_file(); each line names the seed and the number of its mutation."""
-    found = []
+def open_model(path: Path) -> str:
+    """Opens a file as weights, and reads what is small; the error line, or nothing."""
+    try:
+        with opened_weights(path) as directory:
+            check_layout(directory)
+            find_weights(directory)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def failures(seed: int, count: int, *, of_models: bool = False) -> list[str]:
+    """What went wrong with mutations of small_file(); each line names the seed and the number of its mutation.
+
+    of_models: of tiny_gguf().
+    """
+    found, read = [], open_model if of_models else read_all
     with tempfile.TemporaryDirectory() as folder:
-        original = small_file(Path(folder) / "small.gguf").read_bytes()
-        path = Path(folder) / "mutated.gguf"
-        assert read_all(Path(folder) / "small.gguf") == ""
+        whole = (tiny_gguf if of_models else small_file)(Path(folder) / "small.gguf")
+        original, path = whole.read_bytes(), Path(folder) / "mutated.gguf"
+        assert read(whole) == ""
         for number in range(count):
             content = mutated(original, Random(f"{seed}/{number}"))
             path.write_bytes(content)
             tracemalloc.reset_peak()
             before, started = tracemalloc.get_traced_memory()[0], time.process_time()
             try:
-                line = read_all(path)
-                problem = "" if not line or (line.startswith(str(path)) and "\n" not in line) else f"says {line!r}"
+                line = read(path)
+                problem = "" if not line or (line.startswith(folder) and "\n" not in line) else f"says {line!r}"
             except Exception as error:
                 problem = f"raises {type(error).__name__}: {error}"
             grown = tracemalloc.get_traced_memory()[1] - before
@@ -114,9 +133,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--models", action="store_true", help="open them as weights")
     options = parser.parse_args()
     tracemalloc.start()
-    found = failures(options.seed, options.count)
+    found = failures(options.seed, options.count, of_models=options.models)
     print("\n".join(found) or f"{options.count} mutated files: each was read or refused with one line")
     return 1 if found else 0
 
