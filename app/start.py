@@ -97,8 +97,8 @@ def _check_weights(settings: Settings) -> None:
 
 def _check_directory(directory: Path) -> None:
     """Fails fast on what can be checked without loading; the engine process checks the rest. Raises ValueError."""
-    with opened_weights(directory) as opened:
-        check_layout(opened)
+    with opened_weights(directory, with_tokenizer=False) as opened:
+        check_layout(opened, with_tokenizer=opened == directory)
         read_chat_template(opened)
         read_model_name(opened)
     for cache, count in linked_caches(directory).items():

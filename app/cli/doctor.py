@@ -203,7 +203,8 @@ def _cost(directory: Path) -> Iterator[Finding]:
     stored = importlib.import_module("model.checkpoint.stored_weights")
     summary = importlib.import_module("model.checkpoint.model_summary")
     try:
-        with importlib.import_module("model.checkpoint.gguf_directory").opened_weights(directory) as opened:
+        gguf = importlib.import_module("model.checkpoint.gguf_directory")
+        with gguf.opened_weights(directory, with_tokenizer=False) as opened:
             config = stored.find_weights(opened, lambda _: "").config
         yield from (Finding(*line) for line in summary.cost_lines(config))
     except ValueError as error:

@@ -17,6 +17,7 @@ from app.common.weights_store import WeightsStore
 from app.engine_client.engine_pool import EnginePool
 from app.engine_client.replica import Replica
 from app.engine_client.request_queue import RequestQueue
+from app.serving.gguf_tokenizers import GgufTokenizers
 from app.serving.kernel_prebuild import libraries_at_start
 from app.serving.model_instance import ModelInstance
 from app.serving.weights_snapshot import WeightsSnapshot, take_fingerprint, without_links
@@ -35,7 +36,7 @@ async def open_instance(settings: Settings, reserved_bytes: int = 0) -> ModelIns
     """
     fingerprint = await asyncio.to_thread(take_fingerprint, settings.weights)
     weights = await asyncio.to_thread(without_links, settings.weights)
-    snapshot = await asyncio.to_thread(WeightsSnapshot.open, weights)
+    snapshot = await asyncio.to_thread(WeightsSnapshot.open, weights, GgufTokenizers(settings.cache_dir))
     try:
         chat_template, name = await asyncio.to_thread(_load_facts, snapshot)
         engine = make_engine_pool(settings.model_copy(update={"weights": weights}), reserved_bytes)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from app.common.weights_store import WeightsStore
+from app.serving.gguf_tokenizers import GgufTokenizers
 from app.serving.stored_copies import StoredCopies, in_memory, reflinked
 from model.checkpoint.gguf_directory import MadeFiles, find_gguf, is_model_file, made_files, opened_weights
 from model.checkpoint.manifest import check_manifest
@@ -57,8 +58,8 @@ def take_fingerprint(weights: Path) -> WeightsFingerprint:
 def what_is_missing(weights: Path) -> str:
     """Why the directory is not a complete set of weights yet; empty if it seems complete."""
     try:
-        with opened_weights(weights) as directory:
-            check_layout(directory)
+        with opened_weights(weights, with_tokenizer=False) as directory:
+            check_layout(directory, with_tokenizer=directory == weights)
             check_manifest(directory)
     except ValueError as error:
         return str(error)
@@ -97,13 +98,14 @@ class WeightsSnapshot:
         self._stored: StoredCopies | None = None
 
     @classmethod
-    def open(cls, directory: Path) -> WeightsSnapshot:
+    def open(cls, directory: Path, tokenizers: GgufTokenizers | None = None) -> WeightsSnapshot:
         """Opens the files that are in the directory now, and logs what cannot be kept.
 
-        Raises CheckpointError for a GGUF file that cannot be read, since the directory is made from it.
+        tokenizers: those of GGUF files that are kept. Raises CheckpointError for a GGUF file that cannot be read, since
+        the directory is made from it.
         """
         if paths := find_gguf(directory):
-            return cls._of_gguf(paths)
+            return cls._of_gguf(paths, tokenizers)
         if sys.platform != "linux":
             return cls(directory, {}, {})
         descriptors: dict[str, int] = {}
@@ -124,15 +126,16 @@ class WeightsSnapshot:
         return cls(directory, descriptors, files if descriptors else {})
 
     @classmethod
-    def _of_gguf(cls, paths: list[Path]) -> WeightsSnapshot:
+    def _of_gguf(cls, paths: list[Path], tokenizers: GgufTokenizers | None) -> WeightsSnapshot:
         """The files themselves, and those made from them, which need no copies. Raises CheckpointError."""
-        opened = {path.name: _open(path) for path in paths} if sys.platform == "linux" else {}
-        descriptors = {name: number for name, number in opened.items() if number is not None}
+        numbers = {path.name: _open(path) for path in paths} if sys.platform == "linux" else {}
+        descriptors = {name: number for name, number in numbers.items() if number is not None}
         files = {path.name: str(path.absolute()) for path in paths}
         files |= {name: f"/proc/{os.getpid()}/fd/{number}" for name, number in descriptors.items()}
         version = WeightsVersion(directory=str(paths[0].parent), files=files)
         try:
-            made = MadeFiles(made_files([version / path.name for path in paths]))
+            opened = [version / path.name for path in paths]
+            made = MadeFiles(made_files(opened, tokenizers and tokenizers.remember))
         except BaseException:
             for descriptor in descriptors.values():
                 os.close(descriptor)

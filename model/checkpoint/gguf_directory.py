@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from model.checkpoint.tensor_index import INDEX_FILE, WEIGHTS_FILE
 from model.files import CheckpointError
@@ -131,10 +132,15 @@ def _series(file: Path) -> list[Path]:
     return paths
 
 
-def made_files(paths: Sequence[File]) -> dict[str, bytes]:
-    """Name -> content of the other files of the weights directory of a model. Raises CheckpointError."""
+def made_files(paths: Sequence[File], remember: Any = None, *, with_tokenizer: bool = True) -> dict[str, bytes]:
+    """Name -> content of the other files of the weights directory of a model. Raises CheckpointError.
+
+    remember: see make_files().
+    """
     # Imported when there is a GGUF file: the model families take a twentieth of a second.
-    made: dict[str, bytes] = import_module("model.checkpoint.gguf_files").make_files(paths)
+    made: dict[str, bytes] = import_module("model.checkpoint.gguf_files").make_files(
+        paths, remember, with_tokenizer=with_tokenizer
+    )
     return made
 
 
@@ -177,12 +183,15 @@ def version_of_gguf(paths: list[Path], made: MadeFiles) -> WeightsVersion:
 
 
 @contextlib.contextmanager
-def opened_weights(weights: Path) -> Iterator[Directory]:
-    """A path that a user gave, as a directory: itself, or a version for a GGUF file. Raises CheckpointError."""
+def opened_weights(weights: Path, *, with_tokenizer: bool = True) -> Iterator[Directory]:
+    """A path that a user gave, as a directory: itself, or a version for a GGUF file. Raises CheckpointError.
+
+    with_tokenizer: False leaves out the tokenizer and the chat template of a GGUF file, which take longest to make.
+    """
     if not (paths := find_gguf(weights)):
         yield weights
         return
-    made = MadeFiles(made_files(paths))
+    made = MadeFiles(made_files(paths, with_tokenizer=with_tokenizer))
     try:
         yield version_of_gguf(paths, made)
     finally:

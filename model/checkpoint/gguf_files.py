@@ -2,26 +2,52 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
-from model.files import CheckpointError
+from model.files import CheckpointError, regular_file
+from model.gguf.gguf_file import GgufFile
 from model.gguf.gguf_model import GgufModel
-from model.tokenizer.gguf_tokenizer import stop_ids, tokenizer_files
+from model.tokenizer import gguf_tokenizer
 from model.weights_version import File
 
+Files = dict[str, bytes]
+Remember = Callable[[str, Callable[[], Files]], Files]
+"""(key, what makes files) -> the files, which are the same for the same key."""
+_ENDS = "stop_ids"
 
-def make_files(paths: Sequence[File]) -> dict[str, bytes]:
+
+def make_files(paths: Sequence[File], remember: Remember | None = None, *, with_tokenizer: bool = True) -> Files:
     """config.json, generation_config.json, and the tokenizer's files, of a model in these files.
 
-    Raises CheckpointError.
+    remember: may keep the tokenizer's files, since 262,144 tokens take seconds. Raises CheckpointError.
     """
-    model = GgufModel.read(paths)
+    model, files, generation = GgufModel.read(paths), Files(), dict[str, object]()
+    if with_tokenizer:
+        files = remember(_key(model.files[0]), lambda: _tokenizer(model)) if remember else _tokenizer(model)
+        ends = json.loads(files.pop(_ENDS))
+        generation = {"eos_token_id": ends} if ends else {}
+    made = {"config.json": model.config, "generation_config.json": {**model.generation, **generation}}
+    return {**files, **{name: (json.dumps(content) + "\n").encode() for name, content in made.items()}}
+
+
+def _tokenizer(model: GgufModel) -> Files:
+    """The tokenizer's files, and the tokens that end a text under a name that no file has."""
     try:
         metadata = model.tokenizer_metadata()
-        files, ends = tokenizer_files(metadata), stop_ids(metadata)
+        ends = json.dumps(gguf_tokenizer.stop_ids(metadata)).encode()
+        return {**gguf_tokenizer.tokenizer_files(metadata), _ENDS: ends}
     except ValueError as error:
-        raise CheckpointError(f"{paths[0]}: {error}") from None
-    generation = {**model.generation, **({"eos_token_id": list(ends)} if ends else {})}
-    made = {"config.json": model.config, "generation_config.json": generation}
-    return {**files, **{name: (json.dumps(content) + "\n").encode() for name, content in made.items()}}
+        raise CheckpointError(f"{model.files[0].path}: {error}") from None
+
+
+def _key(file: GgufFile) -> str:
+    """SHA-256 of all that the tokenizer's files depend on: the header, and the code that makes them."""
+    digest = hashlib.sha256()
+    for source in sorted(Path(gguf_tokenizer.__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    with regular_file(file.path).open("rb") as opened:
+        digest.update(opened.read(file.header_bytes))
+    return digest.hexdigest()

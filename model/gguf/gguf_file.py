@@ -107,6 +107,8 @@ class GgufFile:
     version: int
     metadata: Mapping[str, Value]
     tensors: Mapping[str, GgufTensor]
+    header_bytes: int
+    """Up to the end of the last tensor's description."""
     beginning: bytes = field(repr=False)
     """How the file begins, at most up to its first tensor: another file may lie there when a tensor is read."""
 
@@ -168,6 +170,7 @@ def _parsed(path: File, content: mmap.mmap) -> GgufFile:
         version=_U32.unpack_from(content, 4)[0],
         metadata=metadata,
         tensors=tensors,
+        header_bytes=reader.at,
         beginning=content[: min(reader.at, _IDENTITY_BYTES)],
     )
 

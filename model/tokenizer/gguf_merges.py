@@ -7,7 +7,7 @@ differently by the two versions of transformers that wrote the public files.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from model.tokenizer.gguf_vocabulary import PREFIX, GgufVocabulary, TokenType
 from model.tokenizer.size_limits import MAX_ENTRIES
@@ -44,10 +44,11 @@ def merges_from_scores(vocabulary: GgufVocabulary, tokens: Sequence[str], *, lon
     return [pair for _, pair in pairs]
 
 
-def _pairs(text: str, ids: Mapping[str, int]) -> Iterator[Pair]:
-    found = [(text[:cut], text[cut:]) for cut in range(1, len(text))]
-    found = [(left, right) for left, right in found if left in ids and right in ids]
-    yield from sorted(found, key=lambda pair: (ids[pair[0]], ids[pair[1]]))
+def _pairs(text: str, ids: Mapping[str, int]) -> list[Pair]:
+    found = [
+        (left, right) for cut in range(1, len(text)) if (left := text[:cut]) in ids and (right := text[cut:]) in ids
+    ]
+    return sorted(found, key=lambda pair: (ids[pair[0]], ids[pair[1]])) if len(found) > 1 else found
 
 
 def _scores(vocabulary: GgufVocabulary) -> Sequence[float]:

@@ -12,9 +12,11 @@ import pytest
 
 from app.__main__ import main
 from app.common.weights_store import WeightsStore
+from app.serving.gguf_tokenizers import GgufTokenizers
 from app.serving.weights_snapshot import WeightsSnapshot, take_fingerprint, what_is_missing, without_links
 from model.checkpoint.stored_weights import find_weights
 from model.files import CheckpointError, sha256
+from model.tokenizer import gguf_tokenizer
 from model.tokenizer.tokenizer import Tokenizer
 from tests.support.model.tiny_gguf import tiny_gguf, tiny_series
 from tests.support.servers import running_server
@@ -122,3 +124,38 @@ def test_a_file_is_served_and_a_replaced_one_is_reloaded(tmp_path: Path) -> None
         server.process.send_signal(signal.SIGHUP)
         assert server.has_logged("new weights are refused", "is truncated")
         assert httpx.post(f"{server.url}/v1/completions", json=body).status_code == 200
+
+
+def test_tokenizer_files_are_kept_between_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, cache = tiny_gguf(tmp_path / "tiny.gguf"), tmp_path / "cache"
+    made: list[int] = []
+    original = gguf_tokenizer.tokenizer_files
+    monkeypatch.setattr(gguf_tokenizer, "tokenizer_files", lambda metadata: made.append(1) or original(metadata))
+
+    def contents() -> dict[str, bytes]:
+        snapshot = WeightsSnapshot.open(path, GgufTokenizers(cache))
+        try:
+            files = snapshot.version.files
+            return {name: Path(where).read_bytes() for name, where in files.items() if not name.endswith(".gguf")}
+        finally:
+            snapshot.close()
+
+    first = contents()
+    assert contents() == first and len(made) == 1
+    (kept,) = (cache / "gguf-tokenizers").glob("*.json")
+    kept.write_text("damaged")
+    assert contents() == first and len(made) == 2
+    kept.chmod(0o666)  # by others, too
+    assert contents() == first and len(made) == 3
+    flag = b"tokenizer.ggml.add_bos_token" + (7).to_bytes(4, "little")
+    path.write_bytes(path.read_bytes().replace(flag + b"\0", flag + b"\1"))
+    assert contents()["tokenizer.json"] != first["tokenizer.json"] and len(made) == 4
+    for number in range(40):
+        GgufTokenizers(cache).remember(f"{number:064}", lambda: {"a": b"b"})
+    assert len(list((cache / "gguf-tokenizers").glob("*.json"))) == 16
+
+
+def test_a_cache_that_cannot_be_written_is_not_used(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for _ in range(2):
+        assert GgufTokenizers(tmp_path / "file").remember("0" * 64, lambda: {"a": b"b"}) == {"a": b"b"}
