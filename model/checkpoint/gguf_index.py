@@ -57,9 +57,7 @@ def _parts(file: GgufFile, tensor: GgufTensor) -> Iterator[tuple[str, GgufTensor
 def _dense(file: GgufFile, tensor: GgufTensor, name: str, plus: float) -> StoredTensor:
     if plus and tensor.type.name != "F32":
         raise CheckpointError(f"{file.path}: {name} is {tensor.type.name}; norms must be F32")
-    return StoredTensor(
-        name, file.path, tensor.type.name, tensor.shape, tensor.start, file.beginning, plus=plus
-    )
+    return StoredTensor(name, file.path, tensor.type.name, tensor.shape, tensor.start, file.beginning, plus=plus)
 
 
 def _packed(file: GgufFile, tensor: GgufTensor, name: str) -> PackedSource:

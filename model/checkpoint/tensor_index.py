@@ -5,6 +5,7 @@ Explains what is missing, and reads each safetensors header before any tensor.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -80,11 +81,19 @@ def _list_names(directory: Path) -> set[str]:
     except FileNotFoundError:
         raise CheckpointError(f"{directory}: no such directory; {_WHERE_FROM}") from None
     except NotADirectoryError:
-        raise CheckpointError(
-            f"{directory}: is not a directory; give the directory that contains it: {directory.parent}"
-        ) from None
+        raise CheckpointError(f"{directory}: is not a directory; {_instead_of_file(directory)}") from None
     except OSError as error:
         raise CheckpointError(f"{directory}: cannot be read ({error.strerror})") from None
+
+
+def _instead_of_file(path: Path) -> str:
+    """What to give instead of a file."""
+    if path.suffix == ".gguf":
+        return "a GGUF file is served and checked, but only safetensors are converted or trained from"
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        if file.read(4) == b"GGUF":
+            return f"the name of a GGUF file must end with .gguf: make such a name with ln {path} NAME.gguf"
+    return f"give the directory that contains it: {path.parent}"
 
 
 _CONVERSIONS = {

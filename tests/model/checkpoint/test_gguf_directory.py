@@ -130,6 +130,16 @@ def test_links_lead_to_the_file(tmp_path: Path) -> None:
         assert find_weights(directory).version == sha256(path)
 
 
+def test_a_file_without_the_suffix_names_the_remedy(tmp_path: Path) -> None:
+    path = tiny_gguf(tmp_path / "tiny.gguf").rename(tmp_path / "sha256-0123")
+    with pytest.raises(CheckpointError, match=f"must end with .gguf: make such a name with ln {path} NAME.gguf"):
+        check_layout(path)
+    os.link(path, tmp_path / "name.gguf")
+    with pytest.raises(CheckpointError, match="is served and checked, but only safetensors are converted"):
+        check_layout(tmp_path / "name.gguf")
+    assert find_gguf(tmp_path / "name.gguf") == [tmp_path / "name.gguf"]
+
+
 @pytest.mark.parametrize("content", [b"", b"GGUF", b"not a model" * 100])
 def test_damaged_files_are_named(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "bad.gguf"
