@@ -207,7 +207,8 @@ def choose_backend(
         quantize_decoder(decoder, quantized_kernels(device, dtype))
     else:
         decoder = _load_packed(weights, config, device, dtype, packs_experts=isinstance(loaded, LoadedKernels))
-    dense = {"embedding"} if device.type == "cuda" else ()
+    packs_experts = isinstance(loaded, LoadedKernels)
+    dense = _dense_on_gpu(weights, config, packs_experts=packs_experts) if device.type == "cuda" else set()
     kinds = matrix_kinds(weights, cache_shape.dtype, config.quantize, as_computed, dense)
     n_bytes = weights.n_params * ITEM_BYTES[cache_shape.dtype]  # torch on a CPU computes with the numbers
     loaded_backend = partial(
@@ -236,7 +237,7 @@ def _load_packed(
     """The decoder with packed matrices on a GPU; on a CPU, with the numbers that they stand for. Raises ValueError."""
     served, shapes = weights_to_serve(weights, config.quantize), parameter_shapes(weights.config)
     if device.type == "cuda":
-        packed = packed_names(served, shapes, packs_experts=packs_experts)
+        packed = packed_names(served, weights.config, packs_experts=packs_experts)
         made = {name: partial(placeholder, shapes[name], device, dtype) for name in packed}
         decoder = load_decoder(weights, device=device, dtype=dtype, replaced=made)
         pack_decoder(decoder, served, quantized_kernels(device, dtype), packs_experts=packs_experts)
@@ -253,14 +254,19 @@ def _load_packed(
 
 
 def weight_bytes_on_gpu(config: WorkerConfig, weights: StoredWeights, dtype: str) -> int:
-    """Bytes of the weights: embeddings keep their numbers, and so do experts for torch."""
+    """Bytes of the weights: lookups and routers keep their numbers, and so do experts for torch."""
     shape, shapes = weights.config, parameter_shapes(weights.config)
     if needs_gpu(config.quantize):
         return weight_format(dtype, config.quantize).n_bytes(weights.n_params)
-    dense = {"embedding"}
-    if shape.experts and isinstance(_kernels_of_steps(config, shape, getattr(torch, dtype), _device(config)), str):
-        dense |= {name for name, sizes in shapes.items() if len(sizes) == 3}
+    loaded = _kernels_of_steps(config, shape, getattr(torch, dtype), _device(config)) if shape.experts else ""
+    dense = _dense_on_gpu(weights, config, packs_experts=not isinstance(loaded, str))
     return parameter_bytes(weights_to_serve(weights, config.quantize), shapes, dtype, dense)
+
+
+def _dense_on_gpu(weights: StoredWeights, config: WorkerConfig, *, packs_experts: bool) -> set[str]:
+    """Names of the parameters that are not packed in the memory of a GPU."""
+    served = weights_to_serve(weights, config.quantize)
+    return {*weights.mappings} - {*packed_names(served, weights.config, packs_experts=packs_experts)}
 
 
 def _kernels_of_steps(

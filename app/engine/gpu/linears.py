@@ -21,25 +21,29 @@ from torch import Tensor
 
 from app.engine.gpu.triton_loader import REFERENCE_KERNELS, QuantizedKernels
 from app.engine.quantization.quantized_weights import FP8_MULTIPLE, fp8_product, quantize_fp8_weight
+from model.config import ModelConfig
 from model.nn.feed_forward import PackedExperts, RoutedExperts
 from model.nn.layers import Linear, product
 from model.nn.packed_tensors import PackedTensors
 from model.nn.transformer import Decoder
 from model.packed_matrix import concatenate
-from model.parameter_shapes import Shapes
 from model.quantize import PackedWeights
 
 Product = Callable[..., Tensor]
 """product() of model/nn/layers.py, or a quantized one that owns its weight and ignores the one it is given."""
 
 
-def packed_names(weights: PackedWeights, shapes: Shapes, *, packs_experts: bool) -> list[str]:
-    """Names of the parameters that pack_decoder() keeps packed."""
-    return [
-        name
-        for name, shape in shapes.items()
-        if name != "embedding" and (packs_experts or len(shape) < 3) and weights.packed_formats(name)
-    ]
+def packed_names(weights: PackedWeights, config: ModelConfig, *, packs_experts: bool) -> list[str]:
+    """Names of the parameters that pack_decoder() keeps packed: of products, not of lookups and routers."""
+    with torch.device("meta"):
+        decoder = Decoder(config)
+    names = ["untied_head"] if decoder.untied_head is not None else []
+    for name, owner in decoder.named_modules():
+        if isinstance(owner, Linear):
+            names.append(f"{name}.weight")
+        if isinstance(owner, RoutedExperts) and packs_experts:
+            names += f"{name}.up", f"{name}.down"
+    return [name for name in names if weights.packed_formats(name)]
 
 
 def placeholder(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:

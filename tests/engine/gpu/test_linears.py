@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from app.engine.execution.warmup_batches import dummies
-from app.engine.gpu.linears import describe_unsupported_by_fp8, pack_decoder, quantize_decoder
+from app.engine.gpu.linears import describe_unsupported_by_fp8, pack_decoder, packed_names, quantize_decoder
 from app.engine.gpu.triton_loader import REFERENCE_KERNELS, quantized_kernels
 from app.engine.quantization import quantized_weights as references
 from app.engine.quantization.quantized_weights import packed_product
@@ -325,3 +325,24 @@ def test_fp8_passes_the_golden_check_and_another_model_fails(tmp_path: Path, is_
     engine = tiny_engine(_quantized(shape, "fp8", torch.bfloat16))
     with nullcontext() if is_same else pytest.raises(CheckpointError, match=r"golden\.json: .* differ by a mean of \d"):
         assert "passed" in check_golden(engine, tmp_path, tiny_config(), context=256, number_format="fp8")
+
+
+def test_parameters_that_no_product_takes_are_not_packed() -> None:
+    """Lookups and routers: a placeholder would stay in their place."""
+    config = replace(mixture_config(), positions="learned")
+
+    class AllPacked:
+        """Weights of which every matrix is packed."""
+
+        read = read_packed = None
+
+        def packed_formats(self, _name: str) -> tuple[tuple[PackedFormat, int], ...]:
+            """See PackedWeights."""
+            return ((FORMATS[0], 1),)
+
+    weights: Any = AllPacked()
+    for packs_experts in (False, True):
+        names = packed_names(weights, config, packs_experts=packs_experts)
+        assert not {"embedding", "position_embedding"} & {*names} and not any("router" in name for name in names)
+        assert any("attention.qkv.weight" in name for name in names)
+        assert any(".experts." in name for name in names) == packs_experts

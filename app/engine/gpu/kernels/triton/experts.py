@@ -382,7 +382,7 @@ def compute_experts(x_TD: Tensor, routes: Routes, experts: ExpertsSpec) -> Tenso
 
 
 def _pointers(matrices: ExpertMatrices) -> tuple[Tensor, ...]:
-    """Those of packed_pointers() and the bias; the kernels do not read what stands in for a missing one."""
+    """packed_pointers() and the bias; a missing array is replaced by one that kernels do not read."""
     numbers, bias = matrices
     if isinstance(numbers, PackedTensors):
         pointers: tuple[Tensor, ...] = packed_pointers(numbers)

@@ -30,7 +30,10 @@ Pointers = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def packed_pointers(weight: PackedTensors) -> Pointers:
-    """Codes, scales and their units, offsets and theirs; kernels do not read what stands in for a missing one."""
+    """Pointers to codes, scales, units of scales, offsets and units of offsets.
+
+    A missing array is replaced by one that kernels do not read.
+    """
     scales, offsets = weight.scales, weight.offsets or weight.scales
     return (
         weight.codes,
@@ -68,7 +71,7 @@ UNPACKED = {"BITS": 0, "GROUP": 0, "HAS_UNITS": False, "HAS_OFFSETS": False, "ST
 def unpacked(
     bytes_NB, BITS: tl.constexpr, STEP: tl.constexpr, FIRST: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr
 ):
-    """float32 [N, K]: integers of codes, of which a byte holds one or two."""
+    """float32 [N, K]: integers of codes; a byte holds one or two of them."""
     if BITS == 8:
         integers_NK = bytes_NB.to(tl.float32)
     else:
