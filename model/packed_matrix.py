@@ -29,6 +29,8 @@ ScaleKind = Literal["float16", "float32", "multiples"]
 """How scales and offsets are stored: as numbers, or as bytes that multiply a float16 unit of UNIT_COLUMNS columns."""
 _LEAST, _MOST = 2.0**-100, 2.0**100
 """Magnitude of scales and offsets other than 0: no number is subnormal, which some CPUs round to 0, or infinite."""
+_UNUSED_BITS = np.uint32(31)
+"""Of scales in float32 that have offsets: a product of 27 bits is exact in float64 beside an offset, if it counts."""
 _PIECE = 1 << 18
 """Numbers that are computed at once, so that copies stay in a core's cache."""
 
@@ -51,10 +53,10 @@ class PackedFormat:
         has_table = len(self.table) == 16 and all(-128 <= integer <= 127 for integer in self.table)
         if self.bits not in (4, 8) or self.group not in GROUPS or has_table != (self.bits == 4):
             raise ValueError(
-                f"{self.bits} bits in groups of {self.group} with {len(self.table)} integers are no format"
+                f"{self.bits} bits in groups of {self.group}, {len(self.table)} integers are not a valid packed format"
             )
         if self.scales != "multiples" and self.has_offsets != (self.scales == "float32"):
-            raise ValueError(f"{self.scales} scales with offsets {self.has_offsets} are no format")
+            raise ValueError(f"{self.scales} scales with offsets {self.has_offsets} are not a valid packed format")
 
     def describe(self) -> str:
         """Bits of a code, and how many of them share a scale."""
@@ -118,6 +120,9 @@ class PackedMatrix:
                 raise ValueError(f"holds a {what} that is not finite")
             if (sizes > _MOST).any() or ((sizes < _LEAST) & (sizes > 0)).any():
                 raise ValueError(f"holds a {what} that is neither 0 nor from 2^-100 to 2^100")
+        has_offsets = self.format.scales == "float32" and self.offsets is not None and self.offsets.values.any()
+        if has_offsets and (self.scales.values.view(np.uint32) & _UNUSED_BITS).any():
+            raise ValueError("holds a scale of more than 19 significant bits beside an offset")
 
     def integers(self) -> Array:
         """int8 [R, C]."""
@@ -163,9 +168,9 @@ class PackedMatrix:
         repeats = own.group // target.group
 
         def numbers(source: GroupNumbers | None) -> GroupNumbers:
-            wide = np.full((len(codes), self.shape[1] // own.group), -0.0, np.float32)
-            wide = wide if source is None else source.numbers(own.group)
-            return GroupNumbers(values=np.repeat(wide, repeats, axis=1))
+            if source is None:
+                return GroupNumbers(values=np.full((len(codes), self.shape[1] // target.group), -0.0, np.float32))
+            return GroupNumbers(values=np.repeat(source.numbers(own.group), repeats, axis=1))
 
         if (own.scales, own.has_offsets, own.group) == (target.scales, target.has_offsets, target.group):
             return replace(self, format=target, codes=codes)

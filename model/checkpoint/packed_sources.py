@@ -93,14 +93,16 @@ def match_packed(found: Tensors, quantization: Quantization) -> tuple[dict[str, 
         else:
             parts = {each: found[f"{prefix}{dot}{each}"] for each in _PARTS if f"{prefix}{dot}{each}" in found}
             module = _Module(f"{prefix}{dot}weight", parts)
+            if part != "weight" and "weight" in parts:
+                raise module.fail(f"has both a {part} and a weight")
         source = read(module, quantization)
         packed[source.name] = source
         for stored in parts.values():
             dense.pop(stored.name, None)
-    return {name: stored for name, stored in dense.items() if not _is_empty_bias(stored, packed)}, packed
+    return dense, packed
 
 
-def _is_empty_bias(stored: StoredTensor, packed: Mapping[str, PackedSource]) -> bool:
+def is_empty_bias(stored: StoredTensor, packed: Mapping[str, PackedSource]) -> bool:
     """Whether it is a bias of zeros, which GPTQ's exporters give every module."""
     if not stored.name.endswith(".bias") or stored.name.removesuffix("bias") + "weight" not in packed:
         return False
@@ -118,7 +120,7 @@ def _compressed_tensors(module: _Module, _quantization: Quantization) -> PackedS
     rows, columns = _stored_shape(module)
     stored = module.need("weight_packed", "I32", rows, None)
     bits = 32 * stored.shape[1] // columns
-    if bits not in (4, 8) or columns * bits % 32:
+    if bits not in (4, 8) or columns * bits != 32 * stored.shape[1]:
         raise module.fail(
             f"has {bits} bits for each of {columns} numbers; only 4 and 8 bits are supported, of whole words"
         )
@@ -198,6 +200,7 @@ def _gptq(module: _Module, quantization: Quantization, scale: StoredTensor) -> P
 def _awq(module: _Module, _quantization: Quantization, scale: StoredTensor) -> PackedSource:
     """gemm: words of eight rows of one column, in their own order."""
     groups, rows = scale.shape
+    _check_order(module, module.need("qweight", "I32", None, None).shape[0], groups)
     if rows % 8:
         raise module.fail(f"has {rows} rows, which must be a multiple of 8")
     zeros = module.need("qzeros", "I32", groups, rows // 8)
@@ -228,7 +231,8 @@ def _mxfp4(module: _Module, _quantization: Quantization) -> PackedSource:
     *shape, groups, width = stored.shape
     scale = module.need("scales", "U8", *shape, groups)
     exponents = mapped(scale)
-    is_small = int(exponents.min(initial=255)) >= _LEAST_EXPONENT and int(exponents.max(initial=0)) <= _MOST_EXPONENT
+    least = int(exponents.min(initial=255, where=exponents > 0))  # 0: of groups of zeros
+    is_small = least >= _LEAST_EXPONENT and int(exponents.max(initial=0)) <= _MOST_EXPONENT
     packed_format = PackedFormat(
         bits=4, group=32, scales="float16" if is_small else "float32", has_offsets=not is_small, table=_FP4
     )
@@ -236,7 +240,8 @@ def _mxfp4(module: _Module, _quantization: Quantization) -> PackedSource:
     def read() -> PackedMatrix:
         scales = np.ldexp(np.float32(1), mapped(scale).reshape(-1, groups).astype(np.int32) - _FP4_BIAS)
         codes = mapped(stored).reshape(-1, groups * width)
-        return _made(packed_format, codes, scales.astype(np.float32), None, 1)
+        has_numbers = (codes.reshape(-1, groups, width) & 0x77).any(axis=2)  # 0 and 8 are zeros of any scale
+        return _made(packed_format, codes, np.where(has_numbers, scales, 0).astype(np.float32), None, 1)
 
     return _source(module, packed_format, (*shape, groups * 2 * width), read)
 

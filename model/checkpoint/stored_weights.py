@@ -17,7 +17,7 @@ import numpy as np
 
 from model.checkpoint.config_file import read_config_file
 from model.checkpoint.gguf_index import index_gguf
-from model.checkpoint.packed_sources import match_packed
+from model.checkpoint.packed_sources import is_empty_bias, match_packed
 from model.checkpoint.stored_numbers import (
     ALLOWED_TYPES,
     NUMBER_FORMATS,
@@ -368,6 +368,10 @@ def _match(family: FamilySpec, config: ModelConfig, index: TensorIndex, quantiza
     if missing := sorted(shapes.keys() - found.keys()):
         raise CheckpointError(f"{index.source}: {len(missing)} tensors are missing, the first is {missing[0]}")
     shapes |= dict(head.source) if head else {}
+    for name in found.keys() - shapes.keys():
+        stored = found[name]
+        if isinstance(stored, StoredTensor) and is_empty_bias(stored, packed):
+            del found[name]
     if extra := sorted(found.keys() - shapes.keys()):
         raise CheckpointError(
             f"{index.source}: {len(extra)} tensors are not part of the model, the first is {extra[0]}"

@@ -99,6 +99,15 @@ def test_scales_and_offsets_that_no_kernel_computes_are_refused(number: float, r
             replace(matrix, **{name: GroupNumbers(values=wrong)}).check()
 
 
+def test_scales_that_could_round_twice_beside_an_offset_are_refused() -> None:
+    packed_format = PackedFormat(bits=8, group=32, scales="float32", has_offsets=True)
+    matrix = random_packed(packed_format, rows=1, columns=32, seed=0)
+    fine = GroupNumbers(values=np.full((1, 1), 1.1, np.float32))
+    with pytest.raises(ValueError, match="more than 19 significant bits"):
+        replace(matrix, scales=fine).check()
+    replace(matrix, scales=fine, offsets=GroupNumbers(values=np.full((1, 1), -0.0, np.float32))).check()
+
+
 def test_chosen_rows_keep_their_numbers() -> None:
     matrix = random_packed(FORMATS[0], rows=7, columns=128, seed=5)
     order = np.array([6, 0, 3])
@@ -149,5 +158,5 @@ def test_bytes_count_codes_scales_and_units() -> None:
 def test_formats_without_executors_are_refused(wrong: dict[str, object]) -> None:
     fields = {"bits": 4, "group": 32, "scales": "float16", "has_offsets": False, "table": UNSIGNED_CODES}
     assert PackedFormat(**fields) and GROUPS  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="are no format"):
+    with pytest.raises(ValueError, match="are not a valid packed format"):
         PackedFormat(**{**fields, **wrong})  # type: ignore[arg-type]

@@ -36,12 +36,9 @@ def test_quantize_offers_each_format_that_is_not_a_number_format() -> None:
     assert [each for each in QUANTIZE if packed_kind(each)] == sorted(packed) == sorted(get_args(QuantizedKind))
 
 
-@pytest.mark.parametrize("quantize", QUANTIZE)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_kernels_have_the_number_formats_of_steps(dtype: str, quantize: Quantize) -> None:
-    stored = weight_format(dtype, quantize)
-    if not stored.is_quantized:
-        assert kernels().ink_format(stored.kind.encode(), dtype == "bfloat16") == 0
+def test_the_number_format_of_steps_is_the_first_format_of_kernels(dtype: str) -> None:
+    assert kernels().ink_format(weight_format(dtype, "none").kind.encode(), dtype == "bfloat16") == 0
 
 
 def test_products_of_float32_read_the_numbers_of_files_and_others_round_them() -> None:

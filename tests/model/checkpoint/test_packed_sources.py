@@ -149,6 +149,13 @@ def _changed(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[dict[st
     return apply
 
 
+def _added(name: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], None]:
+    def apply(tensors: dict[str, Tensor]) -> None:
+        tensors[f"model.layers.0.mlp.down_proj.{name}"] = tensor
+
+    return apply
+
+
 @pytest.mark.parametrize(
     ("layout", "change", "words"),
     [
@@ -174,6 +181,11 @@ def _changed(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[dict[st
         ("pack-quantized", _changed("weight_shape", lambda x: -x), "weight_shape"),
         ("pack-quantized", _changed("weight_shape", lambda x: x * 2), "weight_packed of I32"),
         ("pack-quantized", _changed("weight_packed", lambda x: x[:, :-1]), "bits for each of"),
+        ("pack-quantized", _changed("weight_packed", lambda x: torch.cat([x, x[:, :1]], 1)), "bits for each of"),
+        ("awq", _added("g_idx", torch.arange(512).flip(0).int()), "act-order"),
+        ("awq", _added("weight", torch.ones(256, 512)), "has both a qweight and a weight"),
+        ("gptq", _added("weight", torch.ones(256, 512)), "has both a qweight and a weight"),
+        ("pack-quantized", _added("weight", torch.ones(256, 512)), "has both a weight_packed and a weight"),
         ("pack-quantized", _changed("weight_scale", lambda x: x[:, :-1]), "scales for"),
         ("pack-quantized", _changed("weight_scale", lambda x: x * 2.0**-120), "neither 0 nor"),
         (
@@ -195,6 +207,34 @@ def test_tensors_that_do_not_fit_are_one_line(
     with pytest.raises(CheckpointError, match=words) as caught:
         load(tmp_path, device=CPU, dtype=torch.float32)
     assert "\n" not in str(caught.value) and "down_proj" in str(caught.value)
+
+
+def test_biases_of_zeros_stay_where_the_family_has_them(tmp_path: Path) -> None:
+    save_reference("qwen2-a", tmp_path, **_SIZES)
+    tensors = load_file(tmp_path / FILE)
+    tensors["model.layers.0.self_attn.k_proj.bias"].zero_()
+    save_file(tensors, tmp_path / FILE)
+    quantize_checkpoint(tmp_path, *LAYOUTS["gptq"])
+    weights = find_weights(tmp_path)
+    assert weights.packed and not weights.read("blocks.0.attention.qkv.bias", "float32")[256:].all()
+
+
+def test_mxfp4_groups_of_zeros_may_have_any_scale(tmp_path: Path) -> None:
+    save_reference("gpt_oss-a", tmp_path, hidden_size=64, intermediate_size=96)
+    tensors = load_file(tmp_path / FILE)
+    for key in [key for key in tensors if key.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, columns, rows = tensors.pop(key).shape
+        blocks = torch.full((experts, rows, columns // 32, 16), 0x19, dtype=torch.uint8)
+        scales = torch.full((experts, rows, columns // 32), 120, dtype=torch.uint8)
+        blocks[0, 0, 0], scales[0, 0, 0] = 0x80, 0
+        tensors |= {f"{key}_blocks": blocks, f"{key}_scales": scales}
+    save_file(tensors, tmp_path / FILE)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"quantization_config": {"quant_method": "mxfp4"}}))
+    weights = find_weights(tmp_path)
+    ((packed_format, _),) = weights.packed_formats("blocks.0.mlp.experts.down")
+    numbers = weights.read("blocks.0.mlp.experts.down", "float32")
+    assert packed_format.scales == "float16" and not numbers[0, 0, :32].any() and numbers[0, 0, 32:].all()
 
 
 def test_groups_that_no_product_has_are_one_line(tmp_path: Path) -> None:

@@ -38,7 +38,10 @@ def random_packed(packed_format: PackedFormat, *, rows: int, columns: int, seed:
         shape = (rows, columns // packed_format.group)
         if packed_format.scales != "multiples":
             values = random.uniform(0.2, 1.0, shape) * size * (random.choice([-1, 1], shape) if is_signed else 1)
-            return GroupNumbers(values=values.astype(packed_format.scales))
+            numbers = values.astype(packed_format.scales)
+            if packed_format.scales == "float32":
+                numbers.view(np.uint32)[:] &= ~np.uint32(31)  # as PackedMatrix.check() has it
+            return GroupNumbers(values=numbers)
         multiples = random.integers(-128, 128, shape, np.int8) if is_signed else random.integers(1, 64, shape, np.uint8)
         units = random.uniform(0.2, 1.0, (rows, -(-columns // UNIT_COLUMNS))) * size / 64
         return GroupNumbers(values=multiples, units=units.astype(np.float16))
