@@ -124,7 +124,7 @@ class PackedWeights(Protocol):
 
 
 class QuantizedWeights:
-    """PackedWeights of which the matrices are quantized as they are read, except those that files have packed."""
+    """Quantizes matrices as they are read; matrices that files have packed stay as they are."""
 
     def __init__(self, source: PackedWeights, config: ModelConfig, kind: QuantizedKind) -> None:
         self._source, self._kind, self._shapes = source, kind, parameter_shapes(config)

@@ -21,7 +21,7 @@ from benchmarks.shapes import DenseWeights
 from model.config import Experts, ExpertScore, LayerKind, ModelConfig, Rope
 from model.nn.attention import CausalAttend
 from model.nn.transformer import Decoder
-from model.quantize import QuantizedWeights, packed_kind
+from model.quantize import QuantizedWeights, packed_kind, quantized_formats
 from tests.support.model.tiny_models import (
     CPU_QUANTIZE,
     kernels,
@@ -46,12 +46,12 @@ def _random_config(rng: random.Random) -> ModelConfig:
     count, score = rng.choice([2, 3, 8, 31, 33, 64]), rng.choice(get_args(ExpertScore))
     is_of_chosen = score == "softmax_of_chosen"
     experts = Experts(
-        count=count, chosen=rng.choice([1, min(count, 8), count]), width=rng.choice([7, 32, 47, 65]), score=score,
+        count=count, chosen=rng.choice([1, min(count, 8), count]), width=rng.choice([7, 32, 47, 64]), score=score,
         normalized=not is_of_chosen and rng.random() < 0.5, factor=rng.choice([1.0, 2.5]),
         router_bias=rng.random() < 0.5, choice_bias=not is_of_chosen and rng.random() < 0.5,
         bias=rng.random() < 0.5, shared_width=rng.choice([0, 33]),
     )  # fmt: skip
-    changes = {"width": rng.choice([33, 50, 96]), "sinks": rng.random() < 0.5}
+    changes = {"width": rng.choice([33, 48, 96]), "sinks": rng.random() < 0.5}
     changes["residual_scale"] = rng.choice([1.0, 0.4])
     activation, gated = rng.choice([("silu", True), ("relu2", False), ("swiglu_clamped", True)])
     return _config(experts, activation=activation, gated=gated, **changes)
@@ -77,6 +77,15 @@ def _expected(decoder: Decoder, sequence: Sequence) -> Tensor:
     attend = CausalAttend(len(tokens_T), decoder.config.windows, decoder.config.attention_soft_cap)
     with torch.inference_mode():
         return decoder.head(decoder(tokens_T, torch.arange(len(tokens_T)), attend)).float()
+
+
+def test_random_configurations_have_packed_experts_and_dense_ones() -> None:
+    """Of two layers no matrix, one of each layer, or both."""
+    counts = set()
+    for seed in range(24):
+        formats = quantized_formats(_random_config(random.Random(seed)), "int8")
+        counts.add(sum(stored is not None for name, stored in formats.items() if ".experts." in name))
+    assert counts == {0, 2, 4}
 
 
 @pytest.mark.parametrize("quantize", CPU_QUANTIZE)
@@ -124,7 +133,7 @@ def test_bits_do_not_depend_on_the_number_of_threads(dtype: torch.dtype) -> None
 @pytest.mark.parametrize("quantize", CPU_QUANTIZE)
 def test_experts_that_no_row_has_chosen_are_not_read(quantize: Any, dtype: torch.dtype) -> None:
     """Weights and biases are NaN; quantized weights, which cannot be, are 0, so that only biases show a read."""
-    config = _config(Experts(count=12, chosen=3, width=33, choice_bias=True, bias=True), n_layers=1)
+    config = _config(Experts(count=12, chosen=3, width=64, choice_bias=True, bias=True), n_layers=1)
     decoder, sequence = tiny_decoder(config, dtype=dtype), _sequence(40)
     mixture: Any = decoder.blocks[0].mlp
     mixture.choice_bias[:] = torch.tensor([0, 9, 0, 0, 9, 0, 0, 0, 0, 9, 0, 0])

@@ -39,14 +39,6 @@ class Digest {
     unsigned long long state_ = 0xcbf29ce484222325;
 };
 
-// The largest integer of a format, 0 if it stores the numbers themselves.
-int largest_code(bool is_bf16, int format) {
-    return with_format_in(is_bf16, format, []<class W>(W) {
-        if constexpr (requires { W::kLargest; }) return W::kLargest;
-        else return 0;
-    });
-}
-
 bool stores(bool is_bf16, int format, const char* kind) {
     return with_format_in(is_bf16, format, [=]<class W>(W) { return !std::strcmp(W::kName, kind); });
 }
@@ -66,7 +58,7 @@ bool is_grouped(bool is_bf16, int format) {
 class Model {
   public:
     Model(bool is_bf16, int format, int variant, bool has_coded_cache, Pool& pool)
-        : is_bf16_(is_bf16), format_(format), largest_(largest_code(is_bf16, format)), pool_(pool) {
+        : is_bf16_(is_bf16), format_(format), pool_(pool) {
         if (is_grouped(is_bf16, format)) width_ = 96, mlp_ = 384, expert_width_ = 64;
         const bool is_gpt = variant == 1 || variant == 2;
         const int activation = variant == 1 ? kGeluTanh : variant == 2 ? kGelu : kSilu;
@@ -145,7 +137,7 @@ class Model {
     // The router has the number format of products.
     void add_experts(int layer) {
         const int score = layer ? kSigmoid : kSoftmaxOfChosen, activation = layer ? kSilu : kSwigluClamped;
-        const InkMatrix* router = matrix(kExpertCount, width_, 0, true, false);
+        const InkMatrix* router = matrix(kExpertCount, width_, 0, true, true);
         add({.kind = kRoute, .in = kNormed, .matrix = router, .weight = layer ? floats(kExpertCount) : nullptr,
              .experts = kExpertCount, .chosen = kChosen, .score = score, .normalized = layer, .expert_factor = 1.5f});
         std::vector<InkMatrix> up, down;
@@ -162,24 +154,23 @@ class Model {
         floats_.push_back(numbers(round_up(n, kPanel), 2.0f));
         return floats_.back().data();
     }
-    const InkMatrix* matrix(int n_rows, int k, int gate_rows, bool has_bias, bool is_coded = true) {
-        if (is_coded && is_grouped(is_bf16_, format_)) return grouped_matrix(n_rows, k, gate_rows, has_bias);
-        const int format = is_coded ? format_ : 0, largest = is_coded ? largest_ : 0;
+    const InkMatrix* matrix(int n_rows, int k, int gate_rows, bool has_bias, bool is_router = false) {
+        if (!is_router && is_grouped(is_bf16_, format_)) return grouped_matrix(n_rows, k, gate_rows, has_bias);
+        const int format = is_router ? 0 : format_;
         const int panels = gate_rows ? (gate_rows + kLanes - 1) / kLanes : (n_rows + kPanel - 1) / kPanel;
         std::vector<char> raw;
         for (const float x : numbers(size_t(n_rows) * k, 0.5f)) {
             const uint32_t word = bits<uint32_t>(x);
             const char* number = reinterpret_cast<const char*>(&word);
             const uint16_t half = float16(word);
-            if (largest) raw.push_back(static_cast<char>(static_cast<int8_t>(x * 2 * largest)));
-            else if (stores(is_bf16_, format, "float16")) raw.insert(raw.end(), 2, 0), std::memcpy(&raw.back() - 1, &half, 2);
+            if (stores(is_bf16_, format, "float16")) raw.insert(raw.end(), 2, 0), std::memcpy(&raw.back() - 1, &half, 2);
             else raw.insert(raw.end(), number + (stores(is_bf16_, format, "bfloat16") ? 2 : 0), number + 4);
         }
         packed_.emplace_back(ink_packed_bytes(panels, k, is_bf16_, format) + 64);
         char* at = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(packed_.back().data()) + 63) / 64 * 64);
         ink_pack(&pool_, raw.data(), n_rows, k, gate_rows, panels, is_bf16_, format, at);
         const float* bias = has_bias ? floats(panels * kPanel) : nullptr;
-        const float* scale = largest ? floats(panels * kPanel) : nullptr;
+        const float* scale = has_bias ? floats(panels * kPanel) : nullptr;  // as matrices with a factor have
         matrices_.push_back({.packed = at, .bias = bias, .scale = scale, .outputs = panels * kPanel,
                              .steps = ink_steps(k, is_bf16_, format), .format = format});
         return &matrices_.back();
@@ -220,7 +211,7 @@ class Model {
     }
 
     bool is_bf16_;
-    int format_, largest_, width_ = 70, mlp_ = 90, expert_width_ = 37;
+    int format_, width_ = 70, mlp_ = 90, expert_width_ = 37;
     Pool& pool_;
     const InkMatrix* embedding_;
     int32_t columns_[6];

@@ -1,6 +1,6 @@
 // Keys and values as integers of 8 bits, which are exact in bfloat16 (cache_formats.h).
 //
-// The members are those of a format of weights (formats.h), with which products read them; scales multiply the sums.
+// Products read them as a format of weights (formats.h); scales multiply the sums.
 #pragma once
 
 #include "operands.h"
