@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from app.cli.torch_file_sandbox import read_characters, read_torch_file
-from model.checkpoint.converted_directory import ConversionSource, ConvertedDirectory, open_directory, prepare
+from model.checkpoint.converted_directory import (
+    ConversionSource,
+    ConvertedDirectory,
+    open_directory,
+    open_gguf,
+    prepare,
+)
+from model.checkpoint.gguf_directory import find_gguf
 from model.checkpoint.hub import resolve_weights
 from model.checkpoint.model_summary import Line, describe_bytes
 from model.checkpoint.new_directory import check_new
@@ -58,8 +65,8 @@ def build_parser() -> argparse.ArgumentParser:
         "source",
         metavar="SRC",
         type=path,
-        help="weights directory, also with pytorch_model.bin; a model of the Hugging Face Hub: org/name[@revision]; or "
-        "the checkpoint of a nanoGPT (ckpt.pt)",
+        help="weights directory, also with pytorch_model.bin; GGUF file; a model of the Hugging Face Hub: "
+        "org/name[@revision] or org/name:Q4_K_M; or the checkpoint of a nanoGPT (ckpt.pt)",
     )
     parser.add_argument("out", metavar="OUT", type=path, help="new or empty directory")
     parser.add_argument(
@@ -101,7 +108,7 @@ def _open(options: argparse.Namespace) -> ConversionSource:
     is_safe = any(entry_exists(resolved / name) for name in (WEIGHTS_FILE, INDEX_FILE))
     if resolved.is_dir() and not is_safe and has_torch_weights(resolved):
         return open_bin_directory(resolved, read_torch_file)
-    return open_directory(resolved)
+    return open_gguf(resolved) if find_gguf(resolved) else open_directory(resolved)
 
 
 def _lines(directory: ConvertedDirectory) -> list[Line]:

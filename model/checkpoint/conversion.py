@@ -1,25 +1,28 @@
 """Writes the tensors of any weights that can be read as one safetensors file: dense, or in compressed-tensors' format.
 
-Tensors are read, rounded and written in pieces. Names and layouts are the source's; only packed experts get the names
-and the layout of dense ones. Packed matrices of 4 and 8 bits are what vLLM and transformers call pack-quantized.
+Tensors are read, rounded and written in pieces. Names and layouts are the source's, or those of a given family; packed
+experts get the names and the layout of dense ones. Packed matrices of 4 and 8 bits are what vLLM and transformers call
+pack-quantized.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
+from model.checkpoint.family_tensors import FamilyTensor, family_tensors
 from model.checkpoint.group_quantizer import packed_words, quantized
 from model.checkpoint.stored_numbers import NUMBER_FORMATS, dequantized, mapped
 from model.checkpoint.stored_weights import StoredWeights, row_order
 from model.checkpoint.tensor_index import PackedSource, StoredTensor
 from model.checkpoint.tensor_writer import NewTensor, TensorWriter, file_bytes
 from model.families.layouts import PACKED_BLOCKS
+from model.families.spec import FamilySpec, TensorMapping
 from model.files import CheckpointError
 from model.number_formats import Array, all_finite, as_float32, rounded_to_bfloat16
 
@@ -47,7 +50,7 @@ _LINEAR = re.compile(
 class _Output:
     """One tensor of the source, and what is written of it."""
 
-    source: StoredTensor | PackedSource
+    source: StoredTensor | PackedSource | FamilyTensor
     name: str
     shape: tuple[int, ...]
     dtype: Dtype
@@ -64,6 +67,9 @@ class ConversionPlan:
     """What is written of some weights."""
 
     weights: StoredWeights
+    family: FamilySpec
+    mappings: Mapping[str, TensorMapping]
+    """Name of a tensor of the Decoder -> how it is written."""
     outputs: Sequence[_Output]
     bits: int
     """Of the packed matrices; 0 for none."""
@@ -105,8 +111,8 @@ class ConversionPlan:
         )
 
     def _own_dtype(self, output: _Output) -> str:
-        if isinstance(output.source, PackedSource):
-            return "packed"
+        if isinstance(output.source, PackedSource | FamilyTensor):
+            return "packed or in another layout"
         return "bfloat16" if output.source.name in self.weights.scales else NUMBER_FORMATS[output.source.dtype]
 
     def write(self, file: BinaryIO, progress: Progress) -> None:
@@ -162,7 +168,7 @@ class ConversionPlan:
         embeddings = {
             source
             for name in ("embedding", "position_embedding")
-            for source, _ in (self.weights.mappings[name].source if name in self.weights.mappings else ())
+            for source, _ in (self.mappings[name].source if name in self.mappings else ())
         }
         left_out = {re.match(r"(?:model\.)?([^.]+)", name)[1] for name in self.weights.left_out}  # type: ignore[index]
         found = [
@@ -171,7 +177,7 @@ class ConversionPlan:
             if not output.group and len(output.shape) > 1 and output.name not in embeddings
             if output.name not in self.weights.left_out
         ]
-        head = self.weights.family.names.get("untied_head")
+        head = self.family.names.get("untied_head")
         if isinstance(head, str):
             found.append(head.removesuffix(".weight"))
         found.append("lm_head")  # what transformers calls every head in memory
@@ -207,8 +213,11 @@ class ConversionPlan:
         if isinstance(source, PackedSource):
             yield from _packed_pieces(source, output)
             return
-        scale = self.weights.scales.get(source.name)
-        whole = dequantized(source, scale) if scale else mapped(source)
+        if isinstance(source, FamilyTensor):
+            whole = source.read(output.dtype)
+        else:
+            scale = self.weights.scales.get(source.name)
+            whole = dequantized(source, scale) if scale else mapped(source)
         if whole.size:
             rows = whole.reshape(-1, whole.shape[-1] if whole.ndim else 1)
             step = _rows_at_once(rows.shape[1])
@@ -216,11 +225,13 @@ class ConversionPlan:
                 yield rows[first : first + step]
 
 
-def plan(weights: StoredWeights, *, dtype: Dtype | None, bits: int = 0) -> ConversionPlan:
+def plan(
+    weights: StoredWeights, *, dtype: Dtype | None, bits: int = 0, family: FamilySpec | None = None
+) -> ConversionPlan:
     """What to write. Raises CheckpointError if it cannot be done.
 
     dtype: of dense tensors; None for bfloat16, or each tensor's own if no matrix of the source is quantized. bits: 4 or
-    8 to pack matrices of linear layers.
+    8 to pack matrices of linear layers. family: writes its names and its layout instead of those of the files.
     """
     if bits and weights.packed:
         kind = next(iter(weights.packed.values()))
@@ -231,14 +242,31 @@ def plan(weights: StoredWeights, *, dtype: Dtype | None, bits: int = 0) -> Conve
         )
     is_quantized = bool(weights.packed or weights.scales)
     chosen: Dtype | None = dtype or ("bfloat16" if is_quantized else None)
-    groups = _groups(weights) if bits else {}
+    mappings = {each.target: each for each in family.mappings(weights.config)} if family else weights.mappings
+    groups = _groups(mappings) if bits else {}
     if bits and not groups:
         raise CheckpointError(
             f"{weights.paths[0]}: no matrix of a {weights.family.name} can be packed: they are stored transposed, "
             "for all experts together, or in rows that 16 does not divide"
         )
-    outputs = [_output(weights, name, chosen, groups.get(name, 0)) for name in _names(weights)]
-    return ConversionPlan(weights=weights, outputs=outputs, bits=bits)
+    if family:
+        outputs = _family_outputs(weights, mappings, chosen, groups)
+    else:
+        outputs = [_output(weights, name, chosen, groups.get(name, 0)) for name in _names(weights)]
+    return ConversionPlan(
+        weights=weights, family=family or weights.family, mappings=mappings, outputs=outputs, bits=bits
+    )
+
+
+def _family_outputs(
+    weights: StoredWeights, mappings: Mapping[str, TensorMapping], dtype: Dtype | None, groups: Mapping[str, int]
+) -> list[_Output]:
+    assert dtype is not None
+    shapes = {name: shape for mapping in mappings.values() for name, shape in mapping.source}
+    return [
+        _Output(tensor.same() or tensor, name, shapes[name], dtype, groups.get(name, 0))
+        for name, tensor in family_tensors(weights, mappings).items()
+    ]
 
 
 def _names(weights: StoredWeights) -> list[str]:
@@ -266,13 +294,13 @@ def _output(weights: StoredWeights, name: str, dtype: Dtype | None, group: int) 
     return _Output(packed, name.removesuffix(PACKED_BLOCKS), (experts, columns, rows), dtype)
 
 
-def _groups(weights: StoredWeights) -> dict[str, int]:
+def _groups(mappings: Mapping[str, TensorMapping]) -> dict[str, int]:
     """The matrices to pack, with the columns of their groups.
 
     Not those that the Decoder has in other columns: programs know packed matrices as [out, in] alone.
     """
     found = {}
-    for target, mapping in weights.mappings.items():
+    for target, mapping in mappings.items():
         if not _LINEAR.fullmatch(target):
             continue
         for index, (name, shape) in enumerate(mapping.source):

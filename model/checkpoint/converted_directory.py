@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from model.checkpoint.conversion import ConversionPlan, Dtype, Progress, plan
+from model.checkpoint.gguf_directory import opened_weights
 from model.checkpoint.golden import GOLDEN_FILE
 from model.checkpoint.hub_metadata import MAX_SMALL_BYTES, SMALL_FILES
 from model.checkpoint.manifest import MANIFEST_FILE, manifest_of, read_model_name
@@ -18,7 +19,9 @@ from model.checkpoint.new_directory import check_space, new_directory
 from model.checkpoint.stored_weights import StoredWeights, find_weights
 from model.checkpoint.tensor_index import INDEX_FILE, WEIGHTS_FILE, check_layout
 from model.families.registry import read_config
+from model.families.spec import FamilySpec
 from model.files import entry_exists, read_bytes, read_json, regular_file, sha256
+from model.weights_version import File, WeightsVersion
 
 CONFIG_FILE = "config.json"
 _MADE_ANEW = (CONFIG_FILE, MANIFEST_FILE, INDEX_FILE, GOLDEN_FILE)
@@ -38,6 +41,10 @@ class ConversionSource:
     golden: bytes = b""
     """golden.json; empty if there is none."""
     model_name: str | None = None
+    family: FamilySpec | None = None
+    """To write its names and its layout, if the weights have other ones."""
+    dtype: Dtype | None = None
+    """Number format to write by default; None for that of plan()."""
 
     @property
     def n_bytes(self) -> int:
@@ -58,6 +65,18 @@ def open_directory(directory: Path) -> ConversionSource:
     )
 
 
+def open_gguf(path: Path) -> ConversionSource:
+    """A model for which find_gguf() finds files, to write as its family does. Raises CheckpointError."""
+    with opened_weights(path) as directory:
+        assert isinstance(directory, WeightsVersion), f"{path} has no GGUF file"
+        weights = find_weights(directory, digest=lambda _: "")
+        config = read_json(directory / CONFIG_FILE)
+        names = sorted(name for name in directory.files if SMALL_FILES.fullmatch(name) and name not in _MADE_ANEW)
+        files = {name: _read_small(directory / name) for name in names}
+    family, _ = read_config(config)
+    return ConversionSource(weights=weights, config=config, files=files, family=family, dtype=config["dtype"])
+
+
 def companion_files(directory: Path) -> dict[str, bytes]:
     """The small files of a directory that a conversion does not change, by name. Raises CheckpointError."""
     names = sorted(path.name for path in directory.iterdir() if SMALL_FILES.fullmatch(path.name))
@@ -69,7 +88,7 @@ def _golden(directory: Path) -> bytes:
     return _read_small(path) if entry_exists(path) else b""
 
 
-def _read_small(path: Path) -> bytes:
+def _read_small(path: File) -> bytes:
     """The content. Python allocates what it may read, so it may read no more than there is. Raises CheckpointError."""
     return read_bytes(path, min(MAX_SMALL_BYTES, regular_file(path).stat().st_size))
 
@@ -135,4 +154,5 @@ def _new_file(path: Path) -> Iterator[BinaryIO]:
 
 def prepare(source: ConversionSource, out: Path, *, dtype: Dtype | None, bits: int) -> ConvertedDirectory:
     """Plans the directory. Raises CheckpointError. See plan()."""
-    return ConvertedDirectory(out=out, source=source, conversion=plan(source.weights, dtype=dtype, bits=bits))
+    conversion = plan(source.weights, dtype=dtype or source.dtype, bits=bits, family=source.family)
+    return ConvertedDirectory(out=out, source=source, conversion=conversion)

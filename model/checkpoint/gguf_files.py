@@ -17,6 +17,8 @@ Files = dict[str, bytes]
 Remember = Callable[[str, Callable[[], Files]], Files]
 """(key, what makes files) -> the files, which are the same for the same key."""
 _ENDS = "stop_ids"
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Keys of a config.json whose defaults in transformers are other tokens."""
 
 
 def make_files(paths: Sequence[File], remember: Remember | None = None, *, with_tokenizer: bool = True) -> Files:
@@ -29,7 +31,9 @@ def make_files(paths: Sequence[File], remember: Remember | None = None, *, with_
         files = remember(_key(model.files[0]), lambda: _tokenizer(model)) if remember else _tokenizer(model)
         ends = json.loads(files.pop(_ENDS))
         generation = {"eos_token_id": ends} if ends else {}
-    made = {"config.json": model.config, "generation_config.json": {**model.generation, **generation}}
+    generation = {**model.generation, **generation}
+    config = {**model.config, **{name: generation.get(name) for name in _TOKENS}}
+    made = {"config.json": config, "generation_config.json": generation}
     return {**files, **{name: (json.dumps(content) + "\n").encode() for name, content in made.items()}}
 
 

@@ -152,8 +152,8 @@ class StoredWeights:
         for name in self.mappings if names is None else names:
             mapping, parts = self.mappings[name], []
             for index, (source, _) in enumerate(mapping.source):
-                stored = self.packed.get(source) or self.tensors[source]
-                part, is_finite = target.convert(self._numbers(stored, str(target.dtype)))
+                stored = self.stored(source)
+                part, is_finite = target.convert(self.numbers(stored, str(target.dtype)))
                 checked.append((stored, is_finite))
                 parts.append(mapping.load(index, part))
             whole = target.join(parts)
@@ -164,8 +164,12 @@ class StoredWeights:
                 raise CheckpointError(f"{stored.path}: {stored.name} holds numbers that are not finite{hint}")
         return state
 
-    def _numbers(self, stored: StoredTensor | PackedSource, dtype: str) -> Array:
-        """As the file has them; packed ones in float32, or in bfloat16 if that is `dtype`."""
+    def stored(self, source: str) -> StoredTensor | PackedSource:
+        """The tensor with this name in the files."""
+        return self.packed.get(source) or self.tensors[source]
+
+    def numbers(self, stored: StoredTensor | PackedSource, dtype: str) -> Array:
+        """As the file has them; packed ones in float32, or in bfloat16 if that is `dtype`. Raises CheckpointError."""
         if isinstance(stored, PackedSource):
             return stored.read().dequantized(dtype.rpartition(".")[2]).reshape(stored.shape)
         scale = self.scales.get(stored.name)

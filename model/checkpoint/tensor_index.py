@@ -88,8 +88,6 @@ def _list_names(directory: Path) -> set[str]:
 
 def _instead_of_file(path: Path) -> str:
     """What to give instead of a file."""
-    if path.suffix == ".gguf":
-        return "a GGUF file is served and checked, but only safetensors are converted or trained from"
     with contextlib.suppress(OSError), path.open("rb") as file:
         if file.read(4) == b"GGUF":
             return f"the name of a GGUF file must end with .gguf: make such a name with ln {path} NAME.gguf"
@@ -97,8 +95,8 @@ def _instead_of_file(path: Path) -> str:
 
 
 _CONVERSIONS = {
-    (".gguf",): "use the model that the GGUF file was made from, which has safetensors, or unpack the file with "
-    "transformers (from_pretrained(..., gguf_file=...))",
+    (".gguf",): "use the model that the GGUF file was made from, which has safetensors, or give the path of the GGUF "
+    "file itself",
     (".bin", ".pt", ".pth", ".ckpt"): "a pickle can run code; inkstream convert makes safetensors of it in a confined "
     "process",
 }

@@ -50,18 +50,24 @@ class TensorMapping:
 
     def load(self, index: int, tensor: Tensor) -> Tensor:
         """Source `index` in the Decoder's layout."""
-        return self.conversions[index].load(tensor) if self.conversions else tensor
+        return self.conversion(index).load(tensor)
 
     def save(self, whole: Tensor) -> dict[str, Tensor]:
         """The file's tensors, by name."""
-        rows = whole.reshape(-1, *self.source[0][1][1:]) if self.shape else whole
-        parts = rows.split([shape[0] for _, shape in self.source]) if len(self.source) > 1 else (rows,)
-        conversions = self.conversions or (Conversion(),) * len(parts)
-        tensors = {
-            name: conversion.save(part).contiguous()
-            for (name, _), conversion, part in zip(self.source, conversions, parts, strict=True)
-        }
+        tensors = {name: self.save_part(index, whole).contiguous() for index, (name, _) in enumerate(self.source)}
         return tensors | {name: whole.new_tensor(number) for name, number in self.constants}
+
+    def save_part(self, index: int, whole: Tensor) -> Tensor:
+        """Source `index` in the file's layout, which may be a view."""
+        rows = whole.reshape(-1, *self.source[0][1][1:]) if self.shape else whole
+        if len(self.source) > 1:
+            start = sum(shape[0] for _, shape in self.source[:index])
+            rows = rows[start : start + self.source[index][1][0]]
+        return self.conversion(index).save(rows)
+
+    def conversion(self, index: int) -> Conversion:
+        """Of source `index`."""
+        return self.conversions[index] if self.conversions else Conversion()
 
     def renamed(self, rename: Callable[[str], str]) -> TensorMapping:
         """The same from files with other names."""

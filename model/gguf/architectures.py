@@ -230,6 +230,7 @@ def _read_starcoder(keys: MetadataReader) -> Config:
 def _read_gptneox(keys: MetadataReader) -> Config:
     sizes = _sizes(keys, "layer_norm_eps")
     rotation = _partial_rotation(keys, sizes)
+    rotation["rotary_pct"] = rotation.pop("partial_rotary_factor")
     is_parallel = keys.get("use_parallel_residual", True)
     del sizes["head_dim"], sizes["num_key_value_heads"]
     return {**sizes, **rotation, **_attention_bias(keys), "use_parallel_residual": is_parallel}
@@ -324,7 +325,10 @@ def _read_nemotron(keys: MetadataReader) -> Config:
 def _read_exaone4(keys: MetadataReader) -> Config:
     sizes = _sizes(keys)
     config = {**sizes, **_whole_rotation(keys, sizes), "sliding_window": keys.get("attention.sliding_window")}
-    return config | (_layer_types(keys, config["num_hidden_layers"]) if config["sliding_window"] else {})
+    count = config["num_hidden_layers"]
+    if config["sliding_window"] is None:  # transformers divides by the period of windows without this list
+        return {**config, "layer_types": ["full_attention"] * count}
+    return config | _layer_types(keys, count)
 
 
 def _read_glm(keys: MetadataReader) -> Config:

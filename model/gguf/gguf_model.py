@@ -19,6 +19,7 @@ _MAX_PARTS = 4096
 _ROLES = {"bos": "bos_token_id", "padding": "pad_token_id"}
 _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
 _SAMPLING |= {"penalty_repeat": "repetition_penalty"}
+_DENSE = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _PROJECTOR = "clip"
 
 
@@ -46,9 +47,13 @@ class GgufModel:
                 architecture=name, files=files, tensors={name: tensor for name, (_, tensor) in tensors.items()}
             )
             architecture = ARCHITECTURES[name]
-            config = {"model_type": architecture.family, **architecture.read(reader)}
+            config = {
+                "model_type": architecture.family,
+                "dtype": _number_format(tensors),
+                **architecture.read(reader),
+            }
             reader.check_all_read()
-            read_config(config)
+            config = {"architectures": [read_config(config)[0].architecture], **config}
         except ConfigError as error:
             raise CheckpointError(f"{paths[0]}: {error}") from None
         except (TypeError, ArithmeticError) as error:
@@ -121,6 +126,12 @@ def _architecture(file: GgufFile) -> str:
             f"general.architecture {_plain(name)} is not supported in GGUF files; supported: {', '.join(ARCHITECTURES)}"
         )
     return name
+
+
+def _number_format(tensors: Mapping[str, tuple[GgufFile, GgufTensor]]) -> str:
+    """Of dense weights that are made from the file: that of its matrices, or bfloat16 if some are quantized."""
+    types = {tensor.type.name for _, tensor in tensors.values() if len(tensor.shape) > 1}
+    return _DENSE.get(types.pop(), "bfloat16") if len(types) == 1 else "bfloat16"
 
 
 def _generation(metadata: Mapping[str, Any]) -> dict[str, Any]:

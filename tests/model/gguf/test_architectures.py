@@ -26,53 +26,10 @@ from model.gguf.gguf_model import GgufModel
 from model.weights_version import Directory
 from tests.support.model.gguf_conversion import ARCHITECTURE_OF, write_converted
 from tests.support.model.gguf_files import write_gguf
-from tests.support.model.hub_checkpoints import CASES, FAMILY_CASES, family_name, reference_config, save_reference
+from tests.support.model.gguf_originals import GGUF_CASES, save_original
+from tests.support.model.hub_checkpoints import CASES, FAMILY_CASES, family_name
 
-_ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "activation")
-_NO_WINDOW = {
-    **{name: {"sliding_window": None} for name in ("mistral", "starcoder2")},
-    **{name: {"use_sliding_window": False, "layer_types": None} for name in ("qwen2", "qwen3", "qwen3_moe", "smollm3")},
-}
-"""Windows that the converter leaves out."""
-_TIED = {"tie_word_embeddings": True}
-_OTHER: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "cohere2"), _TIED),
-    "olmoe": {"norm_topk_prob": False},
-    "qwen3_moe": {"norm_topk_prob": True, "mlp_only_layers": [], "decoder_sparse_step": 1},
-    "smollm3": {"no_rope_layers": None, "no_rope_layer_interval": 4, "num_hidden_layers": 5},
-    "seed_oss": {"mlp_bias": False},
-    "ernie4_5_moe": {"moe_layer_end_index": -1},
-}
-"""What the converter, or llama.cpp, knows of these families in one way only."""
-_UNSUPPORTED = {
-    "falcon-b": "a residual that is not parallel",
-    "falcon-e": "heads that are interleaved and have their own keys",
-    "gpt_bigcode-b": "heads that have their own keys",
-}
-"""Cases that llama.cpp does not convert, or computes wrongly."""
-_CASES = [case for case in CASES if family_name(case) in ARCHITECTURE_OF and case not in _UNSUPPORTED]
-_LARGEST = {name: max(case for case in _CASES if family_name(case) == name) for name in ARCHITECTURE_OF}
-
-
-def _changes(case: str) -> dict[str, Any]:
-    """Of keys that GGUF files do not have, and whose default all files stand for."""
-    name = family_name(case)
-    default, other = reference_config(name), _OTHER.get(name, {})
-    if "query_pre_attn_scalar" in CASES[case]:
-        other = {**other, "query_pre_attn_scalar": CASES[case]["head_dim"]}
-    if name == "olmo3" and "rope_parameters" in CASES[case]:
-        ropes = CASES[case]["rope_parameters"]
-        local = {"rope_type": "default", "rope_theta": ropes["full_attention"]["rope_theta"]}
-        other = {**other, "rope_parameters": {**ropes, "sliding_attention": local}}
-    activations = {key: getattr(default, key) for key in _ACTIVATIONS if key in CASES[case]}
-    return activations | _NO_WINDOW.get(name, {}) | other
-
-
-def _save(case: str, directory: Path, **changes: Any) -> None:
-    save_reference(case, directory, **{**_changes(case), **changes})
-    if "gemma" in case:  # whose scale of embeddings is rounded to the number format of the training
-        raw = json.loads((directory / "config.json").read_text())
-        (directory / "config.json").write_text(json.dumps({**raw, "dtype": "bfloat16"}))
+_LARGEST = {name: max(case for case in GGUF_CASES if family_name(case) == name) for name in ARCHITECTURE_OF}
 
 
 @contextmanager
@@ -108,12 +65,12 @@ def _differences(one: ModelConfig, other: ModelConfig) -> dict[str, Any]:
 def test_every_architecture_has_cases() -> None:
     assert set(ARCHITECTURE_OF.values()) == ARCHITECTURES.keys()
     assert ARCHITECTURE_OF.keys() <= FAMILY_CASES.keys()
-    assert {family_name(case) for case in _CASES} == ARCHITECTURE_OF.keys()
+    assert {family_name(case) for case in GGUF_CASES} == ARCHITECTURE_OF.keys()
 
 
-@pytest.mark.parametrize("case", _CASES)
+@pytest.mark.parametrize("case", GGUF_CASES)
 def test_a_converted_model_is_the_original_one(case: str, tmp_path: Path) -> None:
-    _save(case, tmp_path)
+    save_original(case, tmp_path)
     with _opened(write_converted(tmp_path, tmp_path / "model.gguf")) as directory:
         found, expected = _load(directory), _load(tmp_path)
     assert _differences(found.weights.config, expected.weights.config) == {}
@@ -125,9 +82,9 @@ def test_a_converted_model_is_the_original_one(case: str, tmp_path: Path) -> Non
             assert torch.equal(state[name], tensor), name
 
 
-@pytest.mark.parametrize("case", [case for case in _CASES if "gemma" in case or "nemotron" in case])
+@pytest.mark.parametrize("case", [case for case in GGUF_CASES if "gemma" in case or "nemotron" in case])
 def test_norms_that_were_trained_in_bfloat16_come_back_exactly(case: str, tmp_path: Path) -> None:
-    _save(case, tmp_path)
+    save_original(case, tmp_path)
     path = write_converted(tmp_path, tmp_path / "model.gguf", rounds_to_bfloat16=True)
     with _opened(path) as directory:
         state = _load(directory).decoder.state_dict()
@@ -138,7 +95,7 @@ def test_norms_that_were_trained_in_bfloat16_come_back_exactly(case: str, tmp_pa
 @pytest.mark.parametrize("case", _LARGEST.values())
 def test_quantized_matrices_stay_packed_and_have_the_numbers_of_the_package(case: str, tmp_path: Path) -> None:
     sizes = {"n_embd" if "n_embd" in CASES[case] else "hidden_size": 96}
-    _save(case, tmp_path, **sizes)
+    save_original(case, tmp_path, **sizes)
     packed = write_converted(tmp_path, tmp_path / "packed.gguf", "Q8_0")
     unpacked = write_converted(tmp_path, tmp_path / "unpacked.gguf", "Q8_0", is_unpacked=True)
     with _opened(packed) as one, _opened(unpacked) as other:

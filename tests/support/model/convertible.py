@@ -12,7 +12,8 @@ from torch import Tensor
 
 from model.checkpoint.checkpoint import load
 from model.checkpoint.conversion import Dtype
-from model.checkpoint.converted_directory import ConvertedDirectory, open_directory, prepare
+from model.checkpoint.converted_directory import ConvertedDirectory, open_directory, open_gguf, prepare
+from model.checkpoint.gguf_directory import find_gguf
 from model.nn.reference import logits
 from tests.support.model.hub_checkpoints import save_reference
 from tests.support.model.tiny_models import VOCAB
@@ -32,7 +33,8 @@ def save_convertible(case: str, directory: Path, weights: Path, **changes: objec
 
 def convert(source: Path, out: Path, *, dtype: Dtype | None = None, bits: int = 0) -> ConvertedDirectory:
     """Converts without the command line; returns what was planned."""
-    directory = prepare(open_directory(source), out, dtype=dtype, bits=bits)
+    opened = open_gguf(source) if find_gguf(source) else open_directory(source)
+    directory = prepare(opened, out, dtype=dtype, bits=bits)
     directory.write(lambda _: None)
     return directory
 

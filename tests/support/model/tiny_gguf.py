@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tests.support.model.gguf_conversion import write_converted
 from tests.support.model.gguf_metadata import gguf_metadata
-from tests.support.model.tiny_models import tiny_weights
+from tests.support.model.tiny_models import VOCAB, tiny_weights
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
@@ -16,11 +19,40 @@ TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 def tiny_gguf(path: Path, kind: str = "Q8_0", **changes: Any) -> Path:
     """Writes the model of tiny_weights(**changes), whose tokens end at its EOS. Its directory lies beside the file."""
     directory = tiny_weights(path.parent / f"original of {path.stem}", **changes)
-    raw = json.loads((directory / "tokenizer.json").read_text())
-    eos = json.loads((directory / "config.json").read_text())["eos_token_id"]
+    return write_converted(directory, path, kind, tokenizer=tiny_tokenizer(directory))
+
+
+def tiny_tokenizer(weights: Path) -> dict[str, Any]:
+    """Metadata of the tokenizer of tiny_weights(), with a chat template."""
+    raw = json.loads((weights / "tokenizer.json").read_text())
+    eos = json.loads((weights / "config.json").read_text())["eos_token_id"]
     fields = {"bos_token_id": eos, "eos_token_id": eos, "add_bos_token": False}
-    tokenizer = gguf_metadata(raw, pre="gpt-2", rows=320, **fields)
-    return write_converted(directory, path, kind, tokenizer={**tokenizer, "tokenizer.chat_template": TEMPLATE})
+    tokenizer = gguf_metadata(raw, pre="gpt-2", rows=VOCAB, **fields)
+    return {**tokenizer, "tokenizer.chat_template": TEMPLATE}
+
+
+def fuse_qkv(path: Path, fused: Path) -> Path:
+    """Writes the file of an architecture without key-value groups again, with q, k and v of a layer as one tensor."""
+    import gguf
+
+    reader = gguf.GGUFReader(path)
+    fields = {field.name: field for field in reader.fields.values() if not field.name.startswith("GGUF.")}
+    writer = gguf.GGUFWriter(fused, fields.pop("general.architecture").contents())
+    for field in fields.values():
+        kind, *inner = field.types
+        writer.add_key_value(field.name, field.contents(), kind, *inner[-1:])
+    tensors = {tensor.name: tensor.data for tensor in reader.tensors}
+    for name, data in tensors.items():
+        if ".attn_q." in name:
+            parts = [tensors[name.replace(".attn_q.", f".attn_{each}.")] for each in "qkv"]
+            writer.add_tensor(name.replace(".attn_q.", ".attn_qkv."), np.concatenate(parts))
+        elif not re.search(r"\.attn_[kv]\.", name):
+            writer.add_tensor(name, data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return fused
 
 
 def tiny_series(folder: Path, count: int = 2) -> list[Path]:
