@@ -1,18 +1,20 @@
-"""Fine-tuning: initial weights from a directory (--init DIR or org/name) instead of random ones.
+"""Fine-tuning: initial weights from a directory or GGUF file (--init DIR, FILE.gguf or org/name), not random ones.
 
 The directory has our native layout or a supported Hugging Face family's, with its tokenizer. The result is that
-directory with new weights and all other files unchanged. A run copies these files, and its snapshots hold the weights,
-so that it can resume after the directory was deleted.
+directory with new weights and all other files unchanged. A GGUF file stands for a directory of its family, whose other
+files are made from it. A run copies these files, and its snapshots hold the weights, so that it can resume after the
+directory was deleted.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from safetensors.torch import save
 from tokenizers import Tokenizer as RustTokenizer
 
 from model.checkpoint.checkpoint import load, stored_state
-from model.checkpoint.gguf_directory import find_gguf
+from model.checkpoint.gguf_directory import opened_weights
 from model.checkpoint.golden_export import verify
 from model.checkpoint.hub import resolve_weights
 from model.checkpoint.manifest import check_manifest
@@ -35,6 +37,7 @@ from model.nn.transformer import Decoder
 from model.tokenizer.tokenizer import Tokenizer
 from model.train.options import check_sources
 from model.train.reporting.console import print_stderr
+from model.weights_version import Directory, WeightsVersion, path_of
 
 _BASE_FOLDER = "init"
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
@@ -53,7 +56,7 @@ class Base:
     """A model to fine-tune, without its weights."""
 
     directory: Path
-    """Folder of its files: the value of --init, or the run's own copy."""
+    """Folder of its files, or GGUF file: the value of --init, or the run's own copy."""
     family: FamilySpec
     shape: ModelConfig
     tokenizer: Tokenizer
@@ -63,10 +66,11 @@ class Base:
 
     def decoder(self, device: torch.device) -> Decoder:
         """Loads its weights in float32 for training. Raises CheckpointError if they are damaged or do not match."""
-        checkpoint = load(self.directory, device=device, dtype=torch.float32)
-        check_manifest(self.directory, checkpoint.weights.hashes)
-        if device.type == "cpu":
-            verify(checkpoint.decoder, self.directory)
+        with opened_weights(self.directory, with_tokenizer=False) as directory:
+            checkpoint = load(directory, device=device, dtype=torch.float32)
+            check_manifest(directory, checkpoint.weights.hashes)
+            if device.type == "cpu":
+                verify(checkpoint.decoder, directory)
         return checkpoint.decoder.requires_grad_(True)
 
     def result(self, decoder: Decoder, dtype: torch.dtype) -> dict[str, bytes]:
@@ -80,12 +84,6 @@ class Base:
         state = stored_state(decoder, dtype)
         weights = save(self.family.save(self.shape, state), metadata={"format": "pt"})
         return {**self.files, _CONFIG: config, WEIGHTS_FILE: weights}
-
-
-_NO_GGUF = (
-    "training does not start from a GGUF file: use the model that it was made from, which has safetensors, or unpack "
-    "it with transformers (from_pretrained(..., gguf_file=...))"
-)
 
 
 def load_base(options: argparse.Namespace, work: Path, *, resumes: bool) -> Base | None:
@@ -102,10 +100,9 @@ def load_base(options: argparse.Namespace, work: Path, *, resumes: bool) -> Base
     if resumes:
         return _read(kept)
     directory = resolve_weights(options.init, print_stderr)
-    if files := find_gguf(directory):
-        raise CheckpointError(f"{files[0]}: {_NO_GGUF}")
-    check_layout(directory)
-    return _read(directory)
+    with opened_weights(directory) as opened:
+        check_layout(opened)
+        return replace(_read(opened), directory=directory)
 
 
 def save_base_files(base: Base | None, work: Path) -> None:
@@ -138,9 +135,10 @@ def _dtype(config: Mapping[str, Any]) -> str:
     return named if named in DTYPES else "float32"
 
 
-def _read(directory: Path) -> Base:
-    names = sorted(path.name for path in directory.iterdir() if _KEPT_FILES.fullmatch(path.name))
-    files = {name: read_bytes(directory / name, _MAX_BYTES) for name in names}
+def _read(directory: Directory) -> Base:
+    names = directory.files if isinstance(directory, WeightsVersion) else os.listdir(directory)  # noqa: PTH208
+    kept = sorted(filter(_KEPT_FILES.fullmatch, names))
+    files = {name: read_bytes(directory / name, _MAX_BYTES) for name in kept}
     config, generation = read_json(directory / _CONFIG), read_json(directory / _GENERATION, optional=True)
     try:
         config = dict(text_keys(config))
@@ -155,7 +153,7 @@ def _read(directory: Path) -> Base:
     named = {**config, **generation}.get("eos_token_id")
     end = named[0] if isinstance(named, list) and named else named
     return Base(
-        directory=directory,
+        directory=path_of(directory),
         family=family,
         shape=shape,
         tokenizer=_with_end_token(tokenizer, end, directory),
@@ -163,7 +161,7 @@ def _read(directory: Path) -> Base:
     )
 
 
-def _with_end_token(tokenizer: Tokenizer, end: Any, directory: Path) -> Tokenizer:
+def _with_end_token(tokenizer: Tokenizer, end: Any, directory: Directory) -> Tokenizer:
     """The same tokenizer with the model's end token; a character-level model may have none."""
     if end is None or end == tokenizer.eos_id:
         return tokenizer

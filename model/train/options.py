@@ -133,7 +133,8 @@ def _add_model_flags(group: argparse._ArgumentGroup) -> None:
     names = f"{', '.join(PRESET_NAMES)}, or auto: by text, device and --max-minutes"
     add("--preset", type=command_line.preset_name, metavar="NAME", help=names)
     add("--arch", choices=ARCHS, help=f"another layout in the size of a preset {_OF_PRESET}")
-    init = "start from these weights: ours, a Hugging Face directory with its tokenizer, or org/name of the Hub"
+    init = "start from these weights: ours, a Hugging Face directory with its tokenizer, a GGUF file, or org/name of "
+    init += "the Hub (org/name:Q4_K_M for a GGUF file there)"
     add("--init", type=path, metavar="DIR", help=init)
     context = f"longest sequence in tokens {_OF_PRESET}; with --init of training (default: up to 512)"
     add("--context", type=positive_int, metavar="N", help=context)

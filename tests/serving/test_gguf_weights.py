@@ -98,13 +98,6 @@ def test_doctor_finds_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert f"{path}, 0 MiB; inkstream check {path} reads all of it" in capsys.readouterr().out
 
 
-def test_training_does_not_start_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tiny_gguf(tmp_path / "tiny.gguf")
-    (tmp_path / "text.txt").write_text("Once upon a time. " * 1000)
-    assert main(["train", "--data", str(tmp_path / "text.txt"), "--init", str(path), "--out", str(tmp_path / "out")])
-    assert f"{path}: training does not start from a GGUF file" in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_a_file_is_served_and_a_replaced_one_is_reloaded(tmp_path: Path) -> None:
     path = tiny_gguf(tmp_path / "tiny.gguf")

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from app.cli.check import main as check
 from model.checkpoint.checkpoint import load
+from model.checkpoint.gguf_directory import opened_weights
 from model.checkpoint.manifest import manifest_file
 from model.files import write_files
 from model.nn.reference import generate, logits
@@ -24,6 +25,7 @@ from tests.support.lazy_modules import transformers
 from tests.support.model import sample_tokenizers
 from tests.support.model.hub_checkpoints import family_name, reference_logits, reference_model, save_reference
 from tests.support.model.quantized_checkpoints import LAYOUTS, quantize_checkpoint
+from tests.support.model.tiny_gguf import TEMPLATE, tiny_gguf
 from tests.support.model.tiny_models import TEXT, tiny_weights
 from tests.support.model.training_runs import is_identical, signal_after
 
@@ -129,6 +131,48 @@ def test_packed_weights_are_trained_as_numbers_and_exported_without_their_quanti
         assert torch.allclose(found, expected, rtol=0, atol=1e-20), name
     transformers.AutoModelForCausalLM.from_pretrained(out)
     assert check([str(out)]) == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", None])
+def test_a_gguf_file_is_trained_as_numbers_and_exported_as_its_family(
+    tmp_path: Path, text: Path, dtype: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A step of rate 1e-30 changes nothing: the export has the numbers that the packed matrices stand for."""
+    path, out = tiny_gguf(tmp_path / "tiny.gguf"), tmp_path / "out"
+    flags = ("--steps", "1", "--lr", "1e-30", "--weight-decay", "0")
+    flags += ("--export-dtype", dtype) if dtype else ()
+    assert _train(path, text, out, *flags) == 0, capsys.readouterr().err
+    config = json.loads((out / "config.json").read_text())
+    assert (config["model_type"], config["dtype"]) == ("llama", dtype or "bfloat16")
+    assert (out / "chat_template.jinja").read_text() == TEMPLATE
+    with opened_weights(path) as directory:
+        before = load(directory, device=CPU, dtype=torch.float32)
+    after = load(out, device=CPU, dtype=torch.float32)
+    assert before.weights.packed and not after.weights.packed
+    rounded = getattr(torch, dtype or "bfloat16")
+    for (name, expected), found in zip(
+        before.decoder.state_dict().items(), after.decoder.state_dict().values(), strict=True
+    ):
+        assert torch.allclose(found, expected.to(rounded).float(), rtol=0, atol=1e-20), name
+    transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert check([str(out)]) == 0
+
+
+def test_a_run_from_a_gguf_file_learns_and_resumes_without_it(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tiny_gguf(tmp_path / "tiny.gguf")
+    flags = ["--steps", "12", "--lr", "0.01", "--save-seconds", "1000"]
+    assert _train(path, text, tmp_path / "whole", *flags) == 0
+    printed = capsys.readouterr().out
+    before = next(line for line in printed.splitlines() if line.startswith("step 0: held-out bits per byte"))
+    assert _bits(printed) < 0.8 * float(before.split()[6])
+    with pytest.MonkeyPatch.context() as patch:
+        signal_after(6, patch)
+        assert _train(path, text, tmp_path / "halves", *flags) == 143
+    path.unlink()
+    assert _train(path, text, tmp_path / "halves", *flags, "--resume") == 0
+    assert is_identical(*(load_file(tmp_path / name / "model.safetensors") for name in ("whole", "halves")))
 
 
 @pytest.mark.parametrize("switches", [{"norm_position": "post", "final_norm": False}, {"tied_head": False}])
