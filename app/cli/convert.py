@@ -78,7 +78,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--quantize",
         choices=tuple(_BITS),
-        help="write matrices as integers with a scale for each 32 columns (compressed-tensors, pack-quantized)",
+        help="write matrices as integers with a scale for each 32 columns (compressed-tensors, pack-quantized); int4 "
+        "is coarser than serve --quantize int4, which has offsets",
     )
     parser.add_argument(
         "--activation",

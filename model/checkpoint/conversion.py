@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, Literal
 import numpy as np
 
 from model.checkpoint.family_tensors import FamilyTensor, family_tensors
-from model.checkpoint.group_quantizer import packed_words, quantized
+from model.checkpoint.group_quantizer import packed_words, quantized_symmetric
 from model.checkpoint.stored_numbers import NUMBER_FORMATS, dequantized, mapped
 from model.checkpoint.stored_weights import StoredWeights, row_order
 from model.checkpoint.tensor_index import PackedSource, StoredTensor
@@ -203,7 +203,7 @@ class ConversionPlan:
         progress(writer.append(f"{output.module}.weight_shape", shape))
         for piece in self._pieces(output):
             _check_finite(piece)
-            codes, scales = quantized(as_float32(piece), self.bits, output.group)
+            codes, scales = quantized_symmetric(as_float32(piece), self.bits, output.group)
             progress(writer.append(f"{output.module}.weight_packed", packed_words(codes, self.bits)))
             progress(writer.append(f"{output.module}.weight_scale", scales))
 

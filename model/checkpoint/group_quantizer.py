@@ -23,7 +23,7 @@ Clipping a rare large number may round all others better. With 8 bits the differ
 """
 
 
-def quantized(wide: Array, bits: int, group: int) -> tuple[Array, Array]:
+def quantized_symmetric(wide: Array, bits: int, group: int) -> tuple[Array, Array]:
     """Integers int8 [R, C] and scales float16 [R, G] of a finite float32 [R, C]; the number is integer * scale.
 
     Each group gets the scale, among a few with largest magnitudes and their least-squares refinements, with the least
