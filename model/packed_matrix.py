@@ -25,6 +25,8 @@ UNIT_COLUMNS = 256
 UNSIGNED_CODES = tuple(range(16))
 SIGNED_CODES = tuple(range(-8, 8))
 """Integers of the 16 codes of 4 bits, in most formats."""
+FP4_CODES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+"""Twice the numbers of e2m1, for half of their scale; -0 becomes 0."""
 ScaleKind = Literal["float16", "float32", "multiples"]
 """How scales and offsets are stored: as numbers, or as bytes that multiply a float16 unit of UNIT_COLUMNS columns."""
 _LEAST, _MOST = 2.0**-100, 2.0**100

@@ -18,6 +18,7 @@ from model.families.quantization import Quantization
 from model.files import CheckpointError
 from model.number_formats import Array, as_float32
 from model.packed_matrix import (
+    FP4_CODES,
     GROUPS,
     SIGNED_CODES,
     UNSIGNED_CODES,
@@ -29,8 +30,6 @@ from model.packed_matrix import (
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Column of each code of a word, from its low bits on."""
-_FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-"""Twice the numbers of e2m1; -0 becomes 0."""
 _FP4_BIAS = 128
 """Of the exponents of their scales, halved."""
 _LEAST_EXPONENT, _MOST_EXPONENT = _FP4_BIAS - 24, _FP4_BIAS + 15
@@ -234,7 +233,7 @@ def _mxfp4(module: _Module, _quantization: Quantization) -> PackedSource:
     least = int(exponents.min(initial=255, where=exponents > 0))  # 0: of groups of zeros
     is_small = least >= _LEAST_EXPONENT and int(exponents.max(initial=0)) <= _MOST_EXPONENT
     packed_format = PackedFormat(
-        bits=4, group=32, scales="float16" if is_small else "float32", has_offsets=not is_small, table=_FP4
+        bits=4, group=32, scales="float16" if is_small else "float32", has_offsets=not is_small, table=FP4_CODES
     )
 
     def read() -> PackedMatrix:

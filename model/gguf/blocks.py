@@ -14,13 +14,19 @@ from dataclasses import dataclass
 import numpy as np
 
 from model.number_formats import Array
-from model.packed_matrix import SIGNED_CODES, UNSIGNED_CODES, GroupNumbers, PackedFormat, PackedMatrix, packed_codes
+from model.packed_matrix import (
+    FP4_CODES,
+    SIGNED_CODES,
+    UNSIGNED_CODES,
+    GroupNumbers,
+    PackedFormat,
+    PackedMatrix,
+    packed_codes,
+)
 
 _PIECE_BYTES = 1 << 18
 """Bytes of blocks that are sorted at once, so that copies stay in a core's cache."""
 _IQ4_TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-_MXFP4_TABLE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-"""Twice the numbers of 4 bits, with half of the scale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +124,9 @@ def _iq4_xs(blocks: Array) -> _Parts:
 
 
 def _mxfp4(blocks: Array) -> _Parts:
-    scales = np.ldexp(np.float32(1), blocks[..., :1].astype(np.int32) - 128)
+    """Blocks of zeros, which quantizers give any scale, get the scale 0."""
+    has_numbers = (blocks[..., 1:] & 0x77).any(axis=-1, keepdims=True)
+    scales = np.ldexp(has_numbers.astype(np.float32), blocks[..., :1].astype(np.int32) - 128)
     return _Parts(_nibbles(blocks[..., 1:], 16), scales, offsets=np.full_like(scales, -0.0))
 
 
@@ -137,7 +145,7 @@ _BLOCKS = {
     "Q6_K": _Blocks(_format(8, 16, "multiples"), _q6_k),
     "IQ4_NL": _Blocks(_format(4, 32, "float16", _IQ4_TABLE), _q4_0),
     "IQ4_XS": _Blocks(_format(4, 32, "multiples", _IQ4_TABLE), _iq4_xs),
-    "MXFP4": _Blocks(_format(4, 32, "float32", _MXFP4_TABLE, offsets=True), _mxfp4),
+    "MXFP4": _Blocks(_format(4, 32, "float32", FP4_CODES, offsets=True), _mxfp4),
 }
 PACKED_FORMATS = {name: blocks.format for name, blocks in _BLOCKS.items()}
 """Name of a type -> the packed format that holds the same numbers."""

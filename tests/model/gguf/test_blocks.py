@@ -74,10 +74,23 @@ def test_scales_that_are_not_finite_are_refused(name: str, number: float) -> Non
         read_blocks(name, blocks)
 
 
+@pytest.mark.parametrize("exponent", [0, 20, 127, 240, 255])
+def test_blocks_of_zeros_in_mxfp4_may_have_any_scale(exponent: int) -> None:
+    blocks = random_blocks("MXFP4", rows=2, columns=96, seed=0)
+    blocks[1, 1:, 0] = exponent
+    blocks[1, 1, 1:], blocks[1, 2, 1:] = 0, np.arange(16) % 2 * 0x88
+    blocks[0, 0, 1:] = 0x80
+    matrix = read_blocks("MXFP4", blocks)
+    assert np.array_equal(matrix.dequantized("float32").view(np.uint32), unpacked("MXFP4", blocks).view(np.uint32))
+    assert matrix.scales.values[1, 1:].tolist() == [0, 0] and matrix.scales.values[1, 0] > 0
+
+
 def test_scales_of_mxfp4_that_no_kernel_computes_are_refused() -> None:
     blocks = random_blocks("MXFP4", rows=2, columns=64, seed=0)
     for exponent in (0, 20, 240, 255):
         wrong = blocks.copy()
         wrong[1, 1, 0] = exponent
+        wrong[1, 1, 1:-1] = 0  # one code is enough
+        wrong[1, 1, -1] = 0x10
         with pytest.raises(ValueError, match="neither 0 nor from"):
             read_blocks("MXFP4", wrong)
