@@ -53,14 +53,17 @@ def fetch(named: HubModel, say: _Say) -> Path:
     logging.getLogger("huggingface_hub").handlers.clear()  # it writes to stderr itself what our handler writes, too
     folder = Path(constants.HF_HUB_CACHE) / f"models--{named.repository.replace('/', '--')}"
     cached = _cached_snapshot(folder, named)
-    if cached and named.is_commit:
+    # Only the repository's list of files tells that a GGUF file is all that it has.
+    if cached and named.is_commit and (named.quantization or cached.is_dir()):
         return cached
     try:
         return _download(named, folder, _info(named), say)
     except (httpx2.HTTPError, OSError) as error:
         problem, is_unreachable = _explain(error, named)
         if cached and is_unreachable:
-            say(f"{named}: {problem}; using commit {cached.name[:12]} from the cache {constants.HF_HUB_CACHE}")
+            commit, *file = cached.relative_to(folder / "snapshots").parts
+            what = f"{'/'.join(file)} of commit" if file else "commit"
+            say(f"{named}: {problem}; using {what} {commit[:12]} from the cache {constants.HF_HUB_CACHE}")
             return cached
         raise CheckpointError(f"{named}: {problem}") from None
     except KeyboardInterrupt:

@@ -450,6 +450,24 @@ def test_safetensors_are_meant_without_a_quantization(hub: FakeHub, gguf_files: 
     assert resolve()[0] == directory
 
 
+def test_a_cached_gguf_file_does_not_stand_for_a_commit_with_safetensors(
+    hub: FakeHub, gguf_files: dict[str, bytes]
+) -> None:
+    hub.repositories[NAME] |= {"tiny-Q8_0.gguf": gguf_files["tiny-Q8_0.gguf"]}
+    file, commit = resolve(f"{NAME}:Q8_0")[0], hub.commit(NAME)
+    hub.status = 503
+    assert resolve(f"{NAME}@{commit}:Q8_0") == (file, [])
+    for name in (NAME, f"{NAME}@{commit}"):
+        found, (line,) = resolve(name)
+        assert found == file
+        assert line.endswith(f"; using tiny-Q8_0.gguf of commit {commit[:12]} from the cache {constants.HF_HUB_CACHE}")
+    hub.status = 0
+    directory = resolve(f"{NAME}@{commit}")[0]
+    assert directory == file.parent and (directory / "model.safetensors").exists()
+    hub.status = 503
+    assert resolve(f"{NAME}@{commit}") == (directory, [])
+
+
 def test_a_downloaded_gguf_file_is_used_without_a_network(hub: FakeHub, gguf_files: dict[str, bytes]) -> None:
     hub.repositories[NAME] = gguf_files
     path, _ = resolve(f"{NAME}:F32")
