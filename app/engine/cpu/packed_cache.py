@@ -38,7 +38,11 @@ _PIECE = 2 << 20
 _KEY_DIGITS = 24
 _SHARE_OF_FREE_SPACE = 0.5
 _ROOT = Path(__file__).parents[3]
-_SOURCES = ("app/engine/cpu/*.py", "model/*.py", "model/checkpoint/*.py", "model/families/*.py", "model/nn/*.py")
+SOURCES = (
+    *("app/engine/cpu/*.py", "model/*.py", "model/checkpoint/*.py", "model/families/*.py", "model/gguf/*.py"),
+    "model/nn/*.py",
+)
+"""The Python code that reads and packs weights."""
 
 
 class PackedEntry:
@@ -215,7 +219,7 @@ def _read_metadata(path: Path) -> Mapping[str, Any] | None:
 def _sources_hash() -> str:
     """Hash of the Python sources that read and pack weights."""
     digest = hashlib.sha256()
-    for path in sorted(path for pattern in _SOURCES for path in _ROOT.glob(pattern)):
+    for path in sorted(path for pattern in SOURCES for path in _ROOT.glob(pattern)):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

@@ -35,6 +35,7 @@ from model.quantize import PackedWeights, QuantizedWeights, packed_kind
 from model.weight_formats import Quantize
 from model.weights_version import Directory
 from tests.engine.cpu.test_packed_matrices import logits_of
+from tests.support.loaded_modules import not_matched, repository_modules
 from tests.support.model.hub_checkpoints import save_reference
 from tests.support.model.quantized_checkpoints import LAYOUTS, quantize_checkpoint
 from tests.support.model.tiny_models import CPU_QUANTIZE, GPT2, kernels, tiny_config, tiny_decoder
@@ -177,6 +178,18 @@ def test_other_settings_and_kernels_have_other_entries(tmp_path: Path) -> None:
         PackedEntry(store, found.version, hashes, name, *facts).path for name in ("inkstream-amx-1.so", "other.so")
     }
     assert len(paths) == 2 and not any(path.exists() for path in paths)
+
+
+def test_entries_depend_on_all_code_that_reads_and_packs_weights() -> None:
+    others = {
+        "app/__init__.py": "is empty of code",
+        "app/engine/__init__.py": "is empty of code",
+        "app/engine/memory/__init__.py": "is empty of code",
+        "app/engine/memory/cache_groups.py": "keys and values only",
+    }
+    loaded = repository_modules("model.checkpoint.stored_weights", "app.engine.cpu.packed_decoder")
+    assert {"model/gguf/blocks.py", "model/checkpoint/gguf_index.py"} <= loaded
+    assert not_matched(loaded, packed_cache.SOURCES) == others.keys()
 
 
 def test_names_of_entries_depend_on_the_values_of_quantize(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
