@@ -94,7 +94,7 @@ class Architecture:
 
 
 _INTERLEAVED = ("cohere2", "ernie4_5", "ernie4_5_moe", "glm", "glm4")
-"""Families that rotate neighboring numbers, in the order of whose files the converter leaves the rows."""
+"""Families that rotate neighboring numbers; the converter keeps their row order."""
 
 
 def _unchanged(_config: Any, mapping: TensorMapping) -> TensorMapping:

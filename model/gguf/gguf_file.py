@@ -37,7 +37,8 @@ _MAX_ALIGNMENT = 1 << 20
 _MAX_PADDING = 1 << 16
 """Bytes that may follow the last tensor."""
 _IDENTITY_BYTES = 1 << 16
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_REPLACED = "was replaced while it was read"
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """Type of a value -> format of struct."""
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
@@ -61,13 +62,18 @@ class MetadataArray:
         """Whether its items are texts."""
         return self.kind == _STRING
 
+    @property
+    def has_bytes(self) -> bool:
+        """Whether its items are numbers of 8 bits."""
+        return SCALARS.get(self.kind) in ("B", "b")
+
     def items(self) -> list[Scalar]:
         """All items. Raises ValueError, with the reason only, for a text that is not UTF-8."""
         if self.kind == _STRING:
             return list(self._texts())
         if self.kind == _BOOL:
             return [byte != 0 for byte in self.content]
-        numbers: array.array[Any] = array.array(_SCALARS[self.kind])
+        numbers: array.array[Any] = array.array(SCALARS[self.kind])
         numbers.frombytes(self.content)
         if sys.byteorder == "big":
             numbers.byteswap()
@@ -107,8 +113,6 @@ class GgufFile:
     version: int
     metadata: Mapping[str, Value]
     tensors: Mapping[str, GgufTensor]
-    header_bytes: int
-    """Up to the end of the last tensor's description."""
     beginning: bytes = field(repr=False)
     """How the file begins, at most up to its first tensor: another file may lie there when a tensor is read."""
 
@@ -119,16 +123,38 @@ class GgufFile:
             with regular_file(path).open("rb") as file:
                 reject_lfs_pointer(path, start := file.read(64))
                 _check_start(start)
-                with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                with _mapped(file.fileno()) as content:
                     return _parsed(path, content)
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from None
         except _HeaderError as error:
             raise CheckpointError(f"{path}: {error}") from None
 
+    def mapped(self, tensor: GgufTensor) -> mmap.mmap:
+        """The content of the file, with this tensor. Raises CheckpointError, also if another file lies there now."""
+        path = regular_file(self.path)
+        try:
+            with path.open("rb") as file:
+                content = _mapped(file.fileno())
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: cannot be read ({error.strerror or error})") from None
+        except _HeaderError as error:
+            raise CheckpointError(f"{self.path}: {error}") from None
+        if len(content) < tensor.start + tensor.n_bytes or content[: len(self.beginning)] != self.beginning:
+            content.close()
+            raise CheckpointError(f"{self.path}: {_REPLACED}")
+        return content
+
 
 class _HeaderError(ValueError):
     """Why the file is refused, without its name."""
+
+
+def _mapped(descriptor: int) -> mmap.mmap:
+    try:
+        return mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+    except ValueError:  # of a file that is empty now
+        raise _HeaderError(_REPLACED) from None
 
 
 def _check_start(start: bytes) -> None:
@@ -170,7 +196,6 @@ def _parsed(path: File, content: mmap.mmap) -> GgufFile:
         version=_U32.unpack_from(content, 4)[0],
         metadata=metadata,
         tensors=tensors,
-        header_bytes=reader.at,
         beginning=content[: min(reader.at, _IDENTITY_BYTES)],
     )
 
@@ -204,24 +229,24 @@ class _Reader:
             return self.text(MAX_HEADER_BYTES)
         if kind == _ARRAY:
             return self._array()
-        if kind not in _SCALARS:
+        if kind not in SCALARS:
             raise _HeaderError(f"has a value of the unknown type {kind}")
         if kind == _BOOL:
             return self.number("B") != 0
-        return self.number(_SCALARS[kind])
+        return self.number(SCALARS[kind])
 
     def _array(self) -> MetadataArray:
         kind, count = self.number("I"), self.number("Q")
         if kind == _ARRAY:
             raise _HeaderError("has an array of arrays, which no model needs")
-        if kind not in _SCALARS and kind != _STRING:
+        if kind not in SCALARS and kind != _STRING:
             raise _HeaderError(f"has an array of the unknown type {kind}")
         start = self.at
         if kind == _STRING:
             self._require(8 * count)
             self._skip_texts(count)
         else:
-            size = count * struct.calcsize(f"<{_SCALARS[kind]}")
+            size = count * struct.calcsize(f"<{SCALARS[kind]}")
             self._require(size)
             self.at += size
         return MetadataArray(kind, count, self.content[start : self.at])

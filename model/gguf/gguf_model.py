@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +12,8 @@ from model.families.registry import read_config
 from model.families.spec import FamilySpec
 from model.files import CheckpointError
 from model.gguf.architectures import ARCHITECTURES, Architecture
-from model.gguf.gguf_file import GgufFile, GgufTensor, MetadataArray
-from model.gguf.metadata_reader import MetadataReader
+from model.gguf.gguf_file import GgufFile, GgufTensor
+from model.gguf.metadata_reader import MetadataReader, shortest
 from model.weights_version import File
 
 _MAX_PARTS = 4096
@@ -20,6 +21,8 @@ _ROLES = {"bos": "bos_token_id", "padding": "pad_token_id"}
 _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
 _SAMPLING |= {"penalty_repeat": "repetition_penalty"}
 _DENSE = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_NO_TOKENS = (-1, (1 << 32) - 1)
+"""What some converters write for a token that does not exist."""
 _PROJECTOR = "clip"
 
 
@@ -54,6 +57,7 @@ class GgufModel:
             }
             reader.check_all_read()
             config = {"architectures": [read_config(config)[0].architecture], **config}
+            generation = _generation(files[0].metadata)
         except ConfigError as error:
             raise CheckpointError(f"{paths[0]}: {error}") from None
         except (TypeError, ArithmeticError) as error:
@@ -61,20 +65,11 @@ class GgufModel:
         except ValueError as error:
             message = str(error) if isinstance(error, CheckpointError) else f"{paths[0]}: {error}"
             raise CheckpointError(message) from None
-        generation = _generation(files[0].metadata)
         return cls(files=files, tensors=tensors, architecture=architecture, config=config, generation=generation)
 
     def family_of_files(self, family: FamilySpec) -> FamilySpec:
         """The family with the names and the layout of these files."""
         return self.architecture.family_of_files(family, self.tensors.keys())
-
-    def tokenizer_metadata(self) -> dict[str, Any]:
-        """The metadata as plain values, without arrays that are not of the tokenizer. Raises ValueError."""
-        return {
-            key: value.items() if isinstance(value, MetadataArray) else value
-            for key, value in self.files[0].metadata.items()
-            if key.startswith("tokenizer.") or not isinstance(value, MetadataArray)
-        }
 
 
 def _check_series(files: Sequence[GgufFile]) -> None:
@@ -135,7 +130,27 @@ def _number_format(tensors: Mapping[str, tuple[GgufFile, GgufTensor]]) -> str:
 
 
 def _generation(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    roles = {key: metadata.get(f"tokenizer.ggml.{role}_token_id") for role, key in _ROLES.items()}
-    sampling = {key: metadata.get(f"general.sampling.{name}") for name, key in _SAMPLING.items()}
-    found = {name: value for name, value in {**roles, **sampling}.items() if isinstance(value, int | float)}
+    roles = {key: _token_id(metadata, role) for role, key in _ROLES.items()}
+    sampling = {key: _sampling(metadata, name) for name, key in _SAMPLING.items()}
+    found = {name: value for name, value in {**roles, **sampling}.items() if value is not None}
     return found | ({"do_sample": True} if any(sampling.values()) else {})
+
+
+def _token_id(metadata: Mapping[str, Any], role: str) -> int | None:
+    """The id of a special token, if the file names one. Raises ConfigError."""
+    key = f"tokenizer.ggml.{role}_token_id"
+    value = metadata.get(key)
+    if value is not None and type(value) is not int:
+        raise ConfigError(f"{key} must be a number")
+    return None if value in _NO_TOKENS else value
+
+
+def _sampling(metadata: Mapping[str, Any], name: str) -> float | None:
+    """A sampling parameter that the file names. Raises ConfigError unless it is a finite number."""
+    key = f"general.sampling.{name}"
+    if (value := metadata.get(key)) is None:
+        return None
+    if type(value) not in (int, float) or not math.isfinite(value):
+        raise ConfigError(f"{key} cannot be {_plain(value)}, only a finite number")
+    number: float = shortest(value)
+    return number

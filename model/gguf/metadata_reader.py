@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import mmap
+import ctypes
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from model.config import MAX_ROPE_FACTORS, ConfigError
-from model.files import CheckpointError, regular_file
 from model.gguf.gguf_file import GgufFile, GgufTensor, MetadataArray, Value
 
 _HARMLESS = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "rope.scaling.yarn_ext_factor")
@@ -23,7 +22,7 @@ class MetadataReader:
 
     architecture: str
     files: tuple[GgufFile, ...]
-    """One, or the parts of a series, of which the first has the metadata."""
+    """One, or the parts of a series; the first one has the metadata."""
     tensors: Mapping[str, GgufTensor]
     _read: set[str] = field(default_factory=set)
 
@@ -36,11 +35,13 @@ class MetadataReader:
         """A value that all layers share. Raises ConfigError for an array of different ones."""
         value = self._value(name)
         if isinstance(value, MetadataArray):
-            items = set(value.items())
-            if len(items) != 1:
+            items = set(self._items(name, value))
+            if not items:
+                raise ConfigError(f"{self._key(name)} is an empty array")
+            if len(items) > 1:
                 raise ConfigError(f"{self._key(name)} differs between layers, which is not supported")
             value = items.pop()
-        return default if value is None else _shortest(value)
+        return default if value is None else shortest(value)
 
     def require(self, *names: str) -> Any:
         """The first of these keys that is present. Raises ConfigError without one."""
@@ -52,7 +53,12 @@ class MetadataReader:
     def items(self, name: str) -> list[Any] | None:
         """The items of an array, if the key is one."""
         value = self._value(name)
-        return value.items() if isinstance(value, MetadataArray) else None
+        return self._items(name, value) if isinstance(value, MetadataArray) else None
+
+    def _items(self, name: str, array: MetadataArray) -> list[Any]:
+        if array.count > _MAX_LAYERS:
+            raise ConfigError(f"{self._key(name)} has {array.count} values; at most {_MAX_LAYERS} are supported")
+        return array.items()
 
     def layers(self) -> int:
         """The number of layers. Raises ConfigError."""
@@ -83,15 +89,9 @@ class MetadataReader:
         if found.type.name != "F32" or len(found.shape) != 1 or found.shape[0] > MAX_ROPE_FACTORS:
             raise ConfigError(f"{tensor} must be a vector of F32 with at most {MAX_ROPE_FACTORS} numbers")
         owner = next(file for file in self.files if file.tensors.get(tensor) is found)
-        try:
-            with (
-                regular_file(owner.path).open("rb") as file,
-                mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
-            ):
-                numbers = struct.unpack_from(f"<{found.shape[0]}f", content, found.start)
-        except (OSError, ValueError, struct.error) as error:
-            raise CheckpointError(f"{owner.path}: cannot be read ({error})") from None
-        return [_shortest(number) for number in numbers]
+        with owner.mapped(found) as content:
+            numbers = struct.unpack_from(f"<{found.shape[0]}f", content, found.start)
+        return [shortest(number) for number in numbers]
 
     def check_all_read(self) -> None:
         """Raises ConfigError if a key or a tensor of a rotation would change the model and was not read."""
@@ -113,12 +113,14 @@ class MetadataReader:
         return self.metadata.get(self._key(name))
 
 
-def _shortest(value: Any) -> Any:
-    """A float32 as the shortest decimal number that rounds to it, as people wrote it; other values as they are."""
-    if not isinstance(value, float) or value != value or value in (float("inf"), float("-inf")):
+def shortest(value: Any) -> Any:
+    """A number of float32 as the shortest decimal number that rounds to it, as people wrote it; others as they are."""
+    if not isinstance(value, float) or _as_float32(value) != value:
         return value
-    for digits in range(1, 10):
-        number = float(f"{value:.{digits}g}")
-        if abs(number) < 3e38 and struct.pack("<f", number) == struct.pack("<f", min(max(value, -3e38), 3e38)):
-            return number
-    return value
+    numbers = (float(f"{value:.{digits}g}") for digits in range(1, 10))
+    return next((number for number in numbers if _as_float32(number) == value), value)
+
+
+def _as_float32(value: float) -> float:
+    """Rounded to float32; numbers beyond it become infinite."""
+    return ctypes.c_float(value).value

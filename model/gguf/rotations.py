@@ -19,7 +19,7 @@ def read_rotation(keys: MetadataReader, head_dim: int) -> dict[str, Any]:
     kind = keys.get("rope.scaling.type")
     factor = keys.get("rope.scaling.factor") or keys.get("rope.scale_linear") or 1.0
     original = keys.get("rope.scaling.original_context_length")
-    attention_factor = keys.get("rope.scaling.attn_factor") or keys.get("rope.scaling.yarn_attn_factor")
+    attention_factor = _attention_factor(keys)
     if keys.get("rope.scaling.yarn_log_multiplier"):
         raise ConfigError(f"{keys.architecture}.rope.scaling.yarn_log_multiplier is not supported")
     if type(factor) not in (int, float) or not 0 < factor < 1e9:
@@ -27,9 +27,22 @@ def read_rotation(keys: MetadataReader, head_dim: int) -> dict[str, Any]:
     betas = {name: keys.get(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
     context = {"original_max_position_embeddings": original or keys.require("context_length")}
     factors, short = keys.floats("rope_factors_long.weight"), keys.floats("rope_factors_short.weight")
-    if factors and short:
+    if bool(factors) != bool(short):
+        raise ConfigError("rope_factors_long.weight and rope_factors_short.weight are only supported together")
+    if kind != "yarn" and any(beta is not None for beta in betas.values()):
+        raise ConfigError(f"{keys.architecture}.rope.scaling.yarn_beta_fast and yarn_beta_slow need the type yarn")
+    if factors:
+        if kind not in (None, "none", "longrope") or factor != 1.0:
+            raise ConfigError(
+                f"{keys.architecture}.rope.scaling.type {kind!r:.40} with the factor {factor!r:.40} is not supported "
+                "together with rope_factors_long.weight"
+            )
         rope |= {"rope_type": "longrope", "long_factor": factors, "short_factor": short, **context}
         return rope | {"attention_factor": 1.0 if attention_factor is None else attention_factor}
+    if kind != "yarn" and attention_factor not in (None, 1.0):
+        raise ConfigError(
+            f"{keys.architecture}.rope.scaling.attn_factor {attention_factor!r:.40} is only supported with yarn"
+        )
     if kind in (None, "linear") and factor != 1.0:
         rope |= {"rope_type": "linear", "factor": factor}
     elif kind == "yarn":
@@ -43,6 +56,15 @@ def read_rotation(keys: MetadataReader, head_dim: int) -> dict[str, Any]:
             raise ConfigError("rope_freqs.weight is not supported together with a rope scaling")
         return _scaled_frequencies(rope, frequencies, head_dim)
     return rope
+
+
+def _attention_factor(keys: MetadataReader) -> Any:
+    """The factor of attention scores, which has two names."""
+    names = ("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor")
+    found = {value for name in names if (value := keys.get(name)) is not None}
+    if len(found) > 1:
+        raise ConfigError(f"{keys.architecture}.{names[0]} and {names[1]} differ")
+    return found.pop() if found else None
 
 
 def _check_yarn(keys: MetadataReader, factor: float, attention_factor: Any) -> None:

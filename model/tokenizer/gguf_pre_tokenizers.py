@@ -116,7 +116,7 @@ _OF_ARCHITECTURE: Mapping[str, str] = {
     "starcoder": "starcoder",
     "starcoder2": "starcoder",
 }
-"""Architectures whose models all have one tokenizer, for files of before April 2024, which do not name it."""
+"""Architectures whose models all have one tokenizer, for files from before April 2024, which do not name it."""
 
 
 def byte_level_steps(pre: str, architecture: str) -> ByteLevelSteps:
@@ -129,5 +129,5 @@ def byte_level_steps(pre: str, architecture: str) -> ByteLevelSteps:
         raise ValueError(f"tokenizer.ggml.pre is {name[:40]!r}, which is not supported: {allowed}")
     raise ValueError(
         f"tokenizer.ggml.pre does not say how the tokenizer cuts text, and the architecture {architecture[:40]!r} has "
-        f"several ways (files of before April 2024 lack it): {allowed}"
+        f"several ways (files from before April 2024 lack it): {allowed}"
     )

@@ -14,6 +14,7 @@ from typing import Any
 from model.tokenizer.gguf_merges import merges_from_scores
 from model.tokenizer.gguf_pre_tokenizers import Step, byte_level_steps
 from model.tokenizer.gguf_vocabulary import (
+    CHARACTER_MAP,
     PREFIX,
     GgufVocabulary,
     TokenType,
@@ -45,12 +46,13 @@ _MESSAGE_ENDS = ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"})
 """Beside these, <|end|> ends a message and not the text (gpt-oss, Solar Open)."""
 
 
-def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, bytes]:
+def tokenizer_files(metadata: Mapping[str, Any], vocabulary: GgufVocabulary | None = None) -> dict[str, bytes]:
     """File name -> content: tokenizer.json, tokenizer_config.json, and chat_template.jinja if there is a template.
 
-    Named templates go to tokenizer_config.json instead, where their readers look. Raises ValueError.
+    Named templates go to tokenizer_config.json instead, where their readers look. vocabulary: of these metadata, if it
+    was read before. Raises ValueError.
     """
-    vocabulary = read_vocabulary(metadata)
+    vocabulary = vocabulary or read_vocabulary(metadata)
     template, variants = _templates(metadata)
     roles = {
         name: vocabulary.tokens[vocabulary.roles[role]]
@@ -73,13 +75,11 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, bytes]:
     return files
 
 
-def stop_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
+def stop_ids(vocabulary: GgufVocabulary) -> tuple[int, ...]:
     """Ids of the tokens that end a text, eos first: by role and by name, as llama.cpp chooses them.
 
     Without those that only separate files, which end the middle of an infill (model/tokenizer/infill.py).
-    Raises ValueError.
     """
-    vocabulary = read_vocabulary(metadata)
     named = list(_named_ends(vocabulary))
     texts = {vocabulary.tokens[token] for token in named}
     if any(ends <= texts for ends in _MESSAGE_ENDS):
@@ -240,7 +240,7 @@ def _extra_spaces(metadata: Mapping[str, Any]) -> list[Step]:
 
 def _character_map(metadata: Mapping[str, Any]) -> list[Step]:
     """The normalizer of a SentencePiece model's map of characters."""
-    name = f"{PREFIX}precompiled_charsmap"
+    name = CHARACTER_MAP
     value = metadata.get(name, b"")
     if not isinstance(value, bytes | bytearray | list | tuple):
         raise ValueError(f"{name} must be a list of bytes")

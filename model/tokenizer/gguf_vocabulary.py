@@ -16,6 +16,9 @@ from typing import Any
 from model.tokenizer.size_limits import LONGEST_PIECE, MAX_ENTRIES
 
 PREFIX = "tokenizer.ggml."
+CHARACTER_MAP = f"{PREFIX}precompiled_charsmap"
+ARRAYS = (f"{PREFIX}tokens", f"{PREFIX}token_type", f"{PREFIX}scores", f"{PREFIX}merges", CHARACTER_MAP)
+"""Keys that have lists; values of other types under the other keys are refused."""
 KINDS = ("gpt2", "llama", "t5")
 """Supported values of tokenizer.ggml.model: byte-level BPE, SentencePiece's BPE, Unigram."""
 _REFUSED_KINDS = {

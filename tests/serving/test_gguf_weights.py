@@ -123,7 +123,7 @@ def test_tokenizer_files_are_kept_between_starts(tmp_path: Path, monkeypatch: py
     path, cache = tiny_gguf(tmp_path / "tiny.gguf"), tmp_path / "cache"
     made: list[int] = []
     original = gguf_tokenizer.tokenizer_files
-    monkeypatch.setattr(gguf_tokenizer, "tokenizer_files", lambda metadata: made.append(1) or original(metadata))
+    monkeypatch.setattr(gguf_tokenizer, "tokenizer_files", lambda *given: made.append(1) or original(*given))
 
     def contents() -> dict[str, bytes]:
         snapshot = WeightsSnapshot.open(path, GgufTokenizers(cache))

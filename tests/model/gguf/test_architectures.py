@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import tracemalloc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -18,16 +19,20 @@ import torch
 
 from model.checkpoint.checkpoint import Checkpoint, load
 from model.checkpoint.gguf_directory import MadeFiles, version_of_gguf
+from model.checkpoint.gguf_files import make_files
 from model.checkpoint.stored_weights import find_weights
 from model.config import ModelConfig
 from model.files import CheckpointError
 from model.gguf.architectures import ARCHITECTURES
 from model.gguf.gguf_model import GgufModel
+from model.gguf.metadata_reader import shortest
 from model.weights_version import Directory
 from tests.support.model.gguf_conversion import ARCHITECTURE_OF, write_converted
-from tests.support.model.gguf_files import write_gguf
+from tests.support.model.gguf_files import add_array, write_gguf
+from tests.support.model.gguf_metadata import gguf_metadata
 from tests.support.model.gguf_originals import GGUF_CASES, save_original
 from tests.support.model.hub_checkpoints import CASES, FAMILY_CASES, family_name
+from tests.support.model.sample_tokenizers import llama2
 
 _LARGEST = {name: max(case for case in GGUF_CASES if family_name(case) == name) for name in ARCHITECTURE_OF}
 
@@ -143,6 +148,15 @@ def _read(path: Path, metadata: dict[str, Any], architecture: str = "llama", **t
         ({"rope.scaling.type": "yarn", "rope.scaling.factor": -1.0}, "factor"),
         ({"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.attn_factor": 3.0}, "attn_factor 3"),
         ({"rope.freq_base": 0.0}, "rope_theta"),
+        ({"rope.scaling.attn_factor": 1.19}, "llama.rope.scaling.attn_factor 1.19 is only supported with yarn"),
+        ({"rope.scaling.type": "none", "rope.scaling.yarn_attn_factor": 1.19}, "attn_factor 1.19 is only supported"),
+        ({"rope.scaling.attn_factor": 0.0}, "attn_factor 0.0 is only supported with yarn"),
+        (
+            {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0, "rope.scaling.attn_factor": 1.19},
+            "attn_factor 1.19 is only supported with yarn",
+        ),
+        ({"rope.scaling.attn_factor": 1.0, "rope.scaling.yarn_attn_factor": 1.19}, "attn_factor and .* differ"),
+        ({"rope.scaling.yarn_beta_fast": 8.0}, "yarn_beta_fast and yarn_beta_slow need the type yarn"),
         ({"attention.layer_norm_rms_epsilon": float("nan")}, "rms_norm_eps"),
     ],
 )
@@ -150,6 +164,76 @@ def test_metadata_that_say_another_model_are_refused(changes: dict[str, Any], re
     with pytest.raises(CheckpointError, match=reason) as error:
         _read(tmp_path, _tiny(**changes))
     assert str(error.value).startswith(str(tmp_path / "a.gguf"))
+
+
+_LONG, _SHORT = ({f"rope_factors_{name}.weight": np.linspace(1, 8, 4, dtype=np.float32)} for name in ("long", "short"))
+
+
+@pytest.mark.parametrize("factors", [_LONG, _SHORT], ids=["long", "short"])
+def test_rope_factors_for_long_texts_need_those_for_short_ones(factors: dict[str, Any], tmp_path: Path) -> None:
+    wrong = r"rope_factors_long\.weight and rope_factors_short\.weight are only supported together"
+    with pytest.raises(CheckpointError, match=wrong):
+        _read(tmp_path, _tiny(), **factors)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}, "type 'yarn' with the factor 4.0"),
+        ({"rope.scaling.type": "linear"}, "type 'linear'"),
+        ({"rope.scaling.factor": 4.0}, "factor 4.0"),
+    ],
+)
+def test_rope_factors_and_another_scaling_are_refused(changes: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=f"{reason}.* not supported together with rope_factors_long"):
+        _read(tmp_path, _tiny(**changes), **_LONG, **_SHORT)
+    named = {"rope.scaling.type": "longrope", "rope.scaling.attn_factor": 1.19}
+    rope = _read(tmp_path, _tiny(**named), **_LONG, **_SHORT).config["rope_parameters"]
+    assert (rope["rope_type"], rope["attention_factor"]) == ("longrope", 1.19)
+
+
+_BIG = 40 << 20
+
+
+@pytest.mark.parametrize(
+    ("key", "kind", "fill", "reason"),
+    [
+        ("tokenizer.zzz", 0, 7, ""),
+        ("tokenizer.chat_template", 0, 7, "tokenizer.chat_template must be a string"),
+        ("tokenizer.ggml.add_bos_token", 7, 1, "add_bos_token must be true or false"),
+        ("tokenizer.ggml.tokens", 0, 7, f"tokenizer.ggml.tokens has {_BIG} entries; at most 1048576"),
+        ("tokenizer.ggml.tokens", 8, 0, f"tokenizer.ggml.tokens has {_BIG // 8} entries"),
+        ("tokenizer.ggml.token_type", 5, 1, f"token_type has {_BIG // 4} entries"),
+        ("tokenizer.ggml.scores", 6, 1, f"scores has {_BIG // 4} entries"),
+        ("tokenizer.ggml.scores", 7, 1, f"scores has {_BIG} entries"),
+        ("tokenizer.ggml.precompiled_charsmap", 1, 1, f"precompiled_charsmap has {_BIG} bytes; at most"),
+        ("tokenizer.ggml.precompiled_charsmap", 2, 1, f"precompiled_charsmap has {_BIG // 2} entries"),
+        ("llama.attention.head_count", 0, 4, f"llama.attention.head_count has {_BIG} values; at most 4096"),
+        ("llama.attention.head_count_kv", 7, 1, f"llama.attention.head_count_kv has {_BIG} values; at most 4096"),
+    ],
+)
+def test_arrays_of_any_size_take_no_more_memory_than_the_file(
+    key: str, kind: int, fill: int, reason: str, tmp_path: Path
+) -> None:
+    base = {**_tiny(), **gguf_metadata(json.loads(llama2().to_str()))}
+    base |= {"tokenizer.ggml.model": "t5"} if "charsmap" in key else {}
+    base.pop(key, None)
+    path = add_array(write_gguf(tmp_path / "a.gguf", "llama", base, _EMBEDDING), key, kind, bytes([fill]) * _BIG)
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError, match=reason) if reason else nullcontext():
+            make_files([path])
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < path.stat().st_size + (16 << 20)
+
+
+def test_an_empty_array_is_named(tmp_path: Path) -> None:
+    metadata = {key: value for key, value in _tiny().items() if not key.endswith("head_count")}
+    path = add_array(write_gguf(tmp_path / "a.gguf", "llama", metadata, _EMBEDDING), "llama.attention.head_count", 4)
+    with pytest.raises(CheckpointError, match=r"llama\.attention\.head_count is an empty array"):
+        GgufModel.read([path])
 
 
 _NAMES = (
@@ -229,3 +313,29 @@ def test_generation_settings_come_from_the_file(tmp_path: Path) -> None:
     found = {"tokenizer.ggml.bos_token_id": 3, "general.sampling.temp": 0.5, "general.sampling.top_k": 40}
     model = _read(tmp_path, {**_tiny(), **found})
     assert model.generation == {"bos_token_id": 3, "temperature": 0.5, "top_k": 40, "do_sample": True}
+    greedy = _read(tmp_path, {**_tiny(), "general.sampling.temp": 0.0, "tokenizer.ggml.bos_token_id": 2**32 - 1})
+    assert greedy.generation == {"temperature": 0.0}
+    assert _read(tmp_path, {**_tiny(), "general.sampling.temp": 0.6}).generation["temperature"] == 0.6
+
+
+@pytest.mark.parametrize("value", ["hot", math.nan, math.inf, True, [0.5]])
+def test_sampling_parameters_must_be_finite_numbers(value: Any, tmp_path: Path) -> None:
+    wrong = r"general\.sampling\.temp cannot be .*, only a finite number"
+    with pytest.raises(CheckpointError, match=wrong):
+        _read(tmp_path, {**_tiny(), "general.sampling.temp": value})
+
+
+@pytest.mark.parametrize("value", ["1", [1], 1.5])
+def test_special_tokens_must_be_numbers(value: Any, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"tokenizer\.ggml\.bos_token_id must be a number"):
+        _read(tmp_path, {**_tiny(), "tokenizer.ggml.bos_token_id": value})
+
+
+def test_numbers_of_float32_are_those_that_people_wrote_and_others_are_kept(tmp_path: Path) -> None:
+    wide = 10_000.123456789
+    metadata = _tiny(**{"rope.freq_base": (wide, gguf.GGUFValueType.FLOAT64)})
+    config = _read(tmp_path, metadata).config
+    assert config["rope_parameters"]["rope_theta"] == wide and config["rms_norm_eps"] == 1e-5
+    for number in (0.1, 1e-38, 3.4028235e38, -1e-45, 16_777_216.0, -0.0, math.inf):
+        assert str(shortest(float(np.float32(number)))) == str(number)
+    assert shortest(1e300) == 1e300 and math.isnan(shortest(math.nan)) and shortest(float(np.float32(3e38))) == 3e38

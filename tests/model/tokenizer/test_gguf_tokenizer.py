@@ -19,6 +19,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from model.checkpoint.chat_template_file import read_chat_template
 from model.tokenizer.gguf_pre_tokenizers import BYTE_LEVEL_STEPS
 from model.tokenizer.gguf_tokenizer import stop_ids, tokenizer_files
+from model.tokenizer.gguf_vocabulary import read_vocabulary
 from model.tokenizer.tokenizer import Tokenizer
 from tests.support.lazy_modules import transformers
 from tests.support.mixed_text import mixed_text, mixed_texts
@@ -111,7 +112,7 @@ def test_byte_level_tokenizer_comes_back_from_its_metadata(name: str, tmp_path: 
     assert ours.encode(HARD) == original.encode(HARD).ids
     assert ours.vocab_size == max(original.get_vocab().values()) + 1
     assert not ours.unproven
-    assert {ours.id_of("<|im_end|>")} <= set(stop_ids(metadata))
+    assert {ours.id_of("<|im_end|>")} <= set(stop_ids(read_vocabulary(metadata)))
 
 
 @pytest.mark.parametrize("pre", WORDS)
@@ -241,7 +242,7 @@ def test_unigram_is_read_with_its_map_of_characters(tmp_path: Path) -> None:
     }
     ours = load(tokenizer_files(metadata), tmp_path)
     assert [ours.piece(token) for token in ours.encode("ab  a")] == ["\u2581", "ab", "\u2581a", "</s>"]
-    assert stop_ids(metadata) == (1,)
+    assert stop_ids(read_vocabulary(metadata)) == (1,)
 
 
 def test_special_and_added_tokens_have_the_ids_and_kinds_of_the_file(tmp_path: Path) -> None:
@@ -287,13 +288,13 @@ def test_texts_end_at_eos_and_at_names_that_end_turns() -> None:
     metadata = byte_level_metadata()
     tokens = metadata["tokenizer.ggml.tokens"]
     eos, turn, old = (tokens.index(name) for name in ("</s>", "<|im_end|>", "<|end|>"))
-    assert stop_ids(metadata) == (eos, old, turn)
-    assert stop_ids({**metadata, "tokenizer.ggml.eot_token_id": 5})[:2] == (eos, 5)
+    assert stop_ids(read_vocabulary(metadata)) == (eos, old, turn)
+    assert stop_ids(read_vocabulary({**metadata, "tokenizer.ggml.eot_token_id": 5}))[:2] == (eos, 5)
     html = [
         4 if text == "</s>" else kind for text, kind in zip(tokens, metadata["tokenizer.ggml.token_type"], strict=True)
     ]
     tag = {**metadata, "tokenizer.ggml.token_type": html, "tokenizer.ggml.eos_token_id": turn}
-    assert stop_ids(tag) == (turn, old), "</s> is a tag of HTML here"
+    assert stop_ids(read_vocabulary(tag)) == (turn, old), "</s> is a tag of HTML here"
 
 
 def test_end_of_a_message_ends_no_text_of_gpt_oss() -> None:
@@ -304,7 +305,7 @@ def test_end_of_a_message_ends_no_text_of_gpt_oss() -> None:
     metadata |= {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
     metadata["tokenizer.ggml.eos_token_id"] = 397
     assert tokens[0] == "<|end|>"
-    assert stop_ids(metadata) == (397, tokens.index("</s>"), tokens.index("<|im_end|>"), 398)
+    assert stop_ids(read_vocabulary(metadata)) == (397, tokens.index("</s>"), tokens.index("<|im_end|>"), 398)
 
 
 def test_chat_templates_are_found_where_their_reader_looks(tmp_path: Path) -> None:

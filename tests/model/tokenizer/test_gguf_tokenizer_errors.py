@@ -11,6 +11,7 @@ import pytest
 
 from model.tokenizer import gguf_vocabulary
 from model.tokenizer.gguf_tokenizer import stop_ids, tokenizer_files
+from model.tokenizer.gguf_vocabulary import read_vocabulary
 from tests.model.tokenizer.test_gguf_tokenizer import byte_level_metadata, load, sentencepiece_metadata
 
 _ABSENT = object()
@@ -139,7 +140,7 @@ def test_padding_outside_the_vocabulary_changes_nothing() -> None:
 def outcome(metadata: dict[str, Any], directory: Path) -> str:
     """The error; empty if the tokenizer loads."""
     try:
-        stop_ids(metadata)
+        stop_ids(read_vocabulary(metadata))
         load(tokenizer_files(metadata), directory)
     except ValueError as error:
         return str(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import gguf
 import numpy as np
 
 from model.gguf.blocks import PACKED_FORMATS
+from model.gguf.gguf_file import SCALARS
 from model.number_formats import Array
 
 _SCALES = {
@@ -66,6 +68,17 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    return path
+
+
+def add_array(path: Path, key: str, kind: int, content: bytes = b"") -> Path:
+    """Adds a key with an array to a file that is aligned to 32 bytes. kind: number of the type; texts are empty."""
+    whole, size = path.read_bytes(), struct.calcsize({**SCALARS, 8: "Q"}[kind])
+    n_keys = int.from_bytes(whole[16:24], "little")
+    array = struct.pack("<Q", len(key)) + key.encode() + struct.pack("<IIQ", 9, kind, len(content) // size) + content
+    filler = struct.pack("<Q", 6) + b"filler" + struct.pack("<IQ", 8, n_filler := (-len(array) - 26) % 32)
+    added = array + filler + bytes(n_filler)
+    path.write_bytes(whole[:16] + struct.pack("<Q", n_keys + 2) + added + whole[24:])
     return path
 
 
