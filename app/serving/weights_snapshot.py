@@ -71,9 +71,9 @@ def without_links(weights: Path) -> Path:
 
     A link to a blob of the Hugging Face cache, which has no name of its own, is kept.
     """
-    if is_model_file(weights.name) and weights.is_symlink() and not is_model_file(weights.resolve().name):
+    real = Path(os.path.realpath(weights))  # resolve() raises for links in a circle
+    if is_model_file(weights.name) and weights.is_symlink() and not is_model_file(real.name):
         return without_links(weights.parent) / weights.name
-    real = weights.resolve()
     return weights if real == Path(os.path.abspath(weights)) else real  # noqa: PTH100 (resolve() follows links)
 
 

@@ -112,7 +112,7 @@ def series_stem(name: str) -> str:
 
 def _without_link(file: Path) -> Path:
     """Where a link leads, unless that is a cache's blob, which has no suffix."""
-    real = file.resolve() if file.is_symlink() else file
+    real = Path(os.path.realpath(file)) if file.is_symlink() else file  # resolve() raises for links in a circle
     return real if real.suffix == SUFFIX else file
 
 

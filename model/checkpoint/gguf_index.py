@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterator
 
 import numpy as np
 
 from model.checkpoint.tensor_index import PackedSource, StoredTensor, TensorIndex
-from model.files import CheckpointError, regular_file
+from model.files import CheckpointError
 from model.gguf.architectures import EXPERTS, UNUSED
 from model.gguf.blocks import PACKED_FORMATS, read_blocks
 from model.gguf.gguf_file import GgufFile, GgufTensor
@@ -40,7 +39,10 @@ def index_gguf(model: GgufModel) -> TensorIndex:
 
 
 def _parts(file: GgufFile, tensor: GgufTensor) -> Iterator[tuple[str, GgufTensor]]:
-    """The tensor, or that of each expert with its number before weight or bias. Raises CheckpointError."""
+    """Yields the tensor, or one tensor for each expert, with its number before weight or bias.
+
+    Raises CheckpointError.
+    """
     if not EXPERTS.fullmatch(tensor.name):
         yield tensor.name, tensor
         return
@@ -68,14 +70,7 @@ def _packed(file: GgufFile, tensor: GgufTensor, name: str) -> PackedSource:
         raise CheckpointError(f"{file.path}: {name} is {kind} with shape {list(tensor.shape)}; only matrices may be")
 
     def load() -> PackedMatrix:
-        try:
-            with regular_file(file.path).open("rb") as opened:
-                region = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
-            blocks = np.frombuffer(region, np.uint8, tensor.n_bytes, tensor.start)
-        except OSError as error:
-            raise CheckpointError(f"{file.path}: cannot be read ({error.strerror or error})") from None
-        if region[: len(file.beginning)] != file.beginning:
-            raise CheckpointError(f"{file.path}: was replaced while it was read")
+        blocks = np.frombuffer(file.mapped(tensor), np.uint8, tensor.n_bytes, tensor.start)
         return read_blocks(kind, blocks.reshape(tensor.shape[0], -1, tensor.type.n_bytes))
 
     return PackedSource(name=name, path=file.path, format=PACKED_FORMATS[kind], shape=tensor.shape, load=load)

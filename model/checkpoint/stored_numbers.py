@@ -35,13 +35,15 @@ _BLOCK = 128
 
 def mapped(stored: StoredTensor) -> Array:
     """The tensor of the file, which is mapped while the array exists; fp8 as its bytes. Raises CheckpointError."""
-    path = stored.path
+    path, real = stored.path, regular_file(stored.path)
     try:
-        with regular_file(path).open("rb") as file:
+        with real.open("rb") as file:
             region = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         numbers = np.frombuffer(region, _READ[stored.dtype], _extent(stored), stored.start)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error})") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from None
+    except ValueError:  # the file is shorter now
+        raise CheckpointError(f"{path}: was replaced while it was read") from None
     if region[: len(stored.header)] != stored.header:
         raise CheckpointError(f"{path}: was replaced while it was read")
     if stored.strides is not None:

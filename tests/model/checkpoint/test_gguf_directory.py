@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from app.serving.weights_snapshot import without_links
+from model.checkpoint import gguf_files
 from model.checkpoint.chat_template_file import read_chat_template
 from model.checkpoint.checkpoint import load
-from model.checkpoint.gguf_directory import choose_files, find_gguf, gguf_notes, opened_weights
+from model.checkpoint.gguf_directory import choose_files, find_gguf, gguf_notes, made_files, opened_weights
 from model.checkpoint.hub import hub_model, resolve_weights
 from model.checkpoint.manifest import check_manifest
 from model.checkpoint.stored_weights import find_weights
 from model.checkpoint.tensor_index import check_layout
 from model.files import CheckpointError, sha256
+from model.gguf.gguf_file import GgufFile
+from model.gguf.metadata_reader import MetadataReader
+from model.tokenizer import gguf_tokenizer, gguf_vocabulary
 from model.tokenizer.tokenizer import Tokenizer
 from model.weights_version import WeightsVersion
+from tests.support.loaded_modules import not_matched, repository_modules
 from tests.support.model.gguf_files import write_gguf
 from tests.support.model.tiny_gguf import TEMPLATE, tiny_gguf, tiny_series
 
@@ -128,6 +135,73 @@ def test_links_lead_to_the_file(tmp_path: Path) -> None:
     (tmp_path / "link.gguf").symlink_to(path)
     with opened_weights(tmp_path / "link.gguf") as directory:
         assert find_weights(directory).version == sha256(path)
+
+
+def test_links_in_a_circle_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "loop.gguf"
+    path.symlink_to(path)
+    (tmp_path / "one.gguf").symlink_to(tmp_path / "two.gguf")
+    (tmp_path / "two.gguf").symlink_to(tmp_path / "one.gguf")
+    for link in (path, tmp_path / "one.gguf"):
+        with pytest.raises(CheckpointError, match=f"^{link}: cannot be read .links in a circle"), opened_weights(link):
+            pass
+        assert without_links(link) is not None
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "F32"])
+def test_a_file_that_shrinks_was_replaced(tmp_path: Path, kind: str) -> None:
+    path = tiny_gguf(tmp_path / "tiny.gguf", kind)
+    with opened_weights(path) as directory:
+        weights = find_weights(directory)
+        content, numbers = path.read_bytes(), min(tensor.start for tensor in GgufFile.read(path).tensors.values())
+        for n_bytes in (0, 100, numbers):
+            path.write_bytes(content[:n_bytes])
+            with pytest.raises(CheckpointError, match=f"^{path}: was replaced while it was read"):
+                weights.read("blocks.0.mlp.down.weight", "float32")
+
+
+def test_factors_of_a_rotation_in_a_file_that_shrinks_were_replaced(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "a.gguf", "llama", {}, {"rope_freqs.weight": torch.ones(4).numpy()})
+    file = GgufFile.read(path)
+    for content in (b"", path.read_bytes()[:-20], b"GGUF" + bytes(4096)):
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError, match=f"^{path}: was replaced while it was read"):
+            MetadataReader(architecture="llama", files=(file,), tensors=file.tensors).floats("rope_freqs.weight")
+
+
+def test_the_tokenizer_is_read_once_and_kept_by_what_was_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that is replaced meanwhile is another one, also if it begins alike."""
+    path, keys, calls = tiny_gguf(tmp_path / "tiny.gguf"), list[str](), list[object]()
+    other = path.read_bytes().replace(b"message['content']", b"message['CONTENT']")
+    assert len(other) == path.stat().st_size and other != path.read_bytes()
+
+    def remember(key: str, make: Callable[[], dict[str, bytes]]) -> dict[str, bytes]:
+        keys.append(key)
+        return make()
+
+    read = gguf_vocabulary.read_vocabulary
+    for module in (gguf_files, gguf_tokenizer):
+        monkeypatch.setattr(module, "read_vocabulary", lambda metadata: (calls.append(metadata), read(metadata))[1])
+    first = made_files([path], remember)
+    assert made_files([path], remember) == first and len(calls) == 2
+    model = gguf_files.GgufModel.read([path])
+    path.write_bytes(other)
+    monkeypatch.setattr(gguf_files.GgufModel, "read", lambda _paths: model)
+    assert made_files([path], remember) == first
+    monkeypatch.undo()
+    assert made_files([path], remember) != first
+    assert keys[0] == keys[1] == keys[2] != keys[3]
+
+
+def test_kept_tokenizers_depend_on_all_code_that_makes_them() -> None:
+    others = {
+        "model/__init__.py": "is empty of code",
+        "model/files.py": "reads files, and names errors",
+        "model/number_formats.py": "numbers of weights",
+        "model/weights_version.py": "paths of files",
+    }
+    loaded = repository_modules("model.tokenizer.gguf_tokenizer", "model.gguf.gguf_file")
+    assert not_matched(loaded, gguf_files.SOURCES) - others.keys() == set()
 
 
 def test_a_file_without_the_suffix_names_the_remedy(tmp_path: Path) -> None:
