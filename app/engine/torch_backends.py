@@ -266,7 +266,7 @@ def weight_bytes_on_gpu(config: WorkerConfig, weights: StoredWeights, dtype: str
 def _dense_on_gpu(weights: StoredWeights, config: WorkerConfig, *, packs_experts: bool) -> set[str]:
     """Names of the parameters that are not packed in the memory of a GPU."""
     served = weights_to_serve(weights, config.quantize)
-    return {*weights.mappings} - {*packed_names(served, weights.config, packs_experts=packs_experts)}
+    return {*parameter_shapes(weights.config)} - {*packed_names(served, weights.config, packs_experts=packs_experts)}
 
 
 def _kernels_of_steps(

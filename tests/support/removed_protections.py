@@ -168,7 +168,7 @@ async def _keep_the_old_engine(*_arguments: Any) -> None:
 
 
 @_removal("weights.no_snapshot", "app.serving.weights_snapshot", "WeightsSnapshot.open")
-def _no_open_files(real: Any, directory: Any) -> Any:
+def _no_open_files(real: Any, directory: Any, *_arguments: Any) -> Any:
     return real.__self__(directory, {}, {})
 
 

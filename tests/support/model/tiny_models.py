@@ -34,6 +34,8 @@ from model.checkpoint.golden_export import golden_file
 from model.config import Experts, LayerKind, ModelConfig, Rope
 from model.files import write_files
 from model.nn.transformer import Decoder
+from model.number_formats import Array
+from model.packed_matrix import PackedFormat
 from model.quantize import QuantizedKind, QuantizedWeights, packed_kind
 from model.tokenizer.tokenizer import Tokenizer
 from model.weight_formats import QUANTIZE, Quantize, needs_gpu
@@ -180,9 +182,22 @@ def round_weights(decoder: Decoder, kind: QuantizedKind, *, embedding: bool = Tr
     return decoder
 
 
+class _WithDenseEmbedding(QuantizedWeights):
+    """Keeps an embedding dense that quantization refuses, because it is not finite."""
+
+    def packed_formats(self, name: str) -> tuple[tuple[PackedFormat, int], ...]:
+        """See PackedWeights."""
+        return () if name == "embedding" else super().packed_formats(name)
+
+    def read(self, name: str, dtype: str) -> Array:
+        """See PackedWeights."""
+        return self._source.read(name, dtype) if name == "embedding" else super().read(name, dtype)
+
+
 def quantized_weights(decoder: Decoder, kind: QuantizedKind) -> QuantizedWeights:
     """The decoder's parameters as --quantize has them."""
-    return QuantizedWeights(DenseWeights(parameter_reader(decoder)), decoder.config, kind)
+    kept = QuantizedWeights if decoder.embedding.isfinite().all() else _WithDenseEmbedding
+    return kept(DenseWeights(parameter_reader(decoder)), decoder.config, kind)
 
 
 def native_executor(
