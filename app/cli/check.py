@@ -39,7 +39,7 @@ from model.checkpoint.stored_weights import StoredWeights
 from model.checkpoint.tensor_index import check_layout
 from model.command_line import OneLineParser
 from model.config import ModelConfig
-from model.files import CheckpointError, entry_exists, linked_caches, one_line, unfinished_run
+from model.files import CheckpointError, linked_caches, one_line, unfinished_run
 from model.nn.transformer import Decoder
 from model.parameter_shapes import parameter_shapes
 from model.quantize import QuantizedKind, QuantizedWeights, describe_unquantized
@@ -154,7 +154,7 @@ def _quantize_lines(weights: StoredWeights, decoder: Decoder, directory: Directo
         n_bytes = parameter_bytes(served, shapes, "bfloat16", ())
         text = f"{8 * n_bytes / weights.n_params:.3g} bits per weight"
         loss = None
-        if weights.n_params <= _QUANTIZED_TO_MEASURE and entry_exists(directory / GOLDEN_FILE):
+        if weights.n_params <= _QUANTIZED_TO_MEASURE:
             try:
                 for name in shapes:
                     if served.packed_formats(name):
