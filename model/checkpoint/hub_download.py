@@ -22,7 +22,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 import httpx2
-from huggingface_hub import constants, hf_hub_url
+from huggingface_hub import constants, get_token, hf_hub_url
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -31,7 +31,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.utils import WeakFileLock, build_hf_headers, close_session, validate_repo_id
+from huggingface_hub.utils import WeakFileLock, close_session, validate_repo_id
 
 from model.checkpoint.gguf_directory import choose_files, find_gguf
 from model.checkpoint.hub import COMMIT, HubModel
@@ -89,6 +89,12 @@ def _cached_snapshot(folder: Path, named: HubModel) -> Path | None:
     return snapshot if not missing_file(names) and needed <= names else None
 
 
+def _headers() -> dict[str, str]:
+    """The library's own would first ask the endpoint, without any bound, which program runs here."""
+    token = None if constants.HF_HUB_DISABLE_IMPLICIT_TOKEN else get_token()
+    return {"user-agent": "inkstream", **({"authorization": f"Bearer {token}"} if token else {})}
+
+
 def _info(named: HubModel) -> RemoteModel:
     try:
         validate_repo_id(named.repository)
@@ -96,7 +102,7 @@ def _info(named: HubModel) -> RemoteModel:
         raise CheckpointError(f"{named}: {error}") from None
     where = f"{constants.ENDPOINT}/api/models/{named.repository}/revision/{quote(named.revision, safe='')}?blobs=True"
     try:
-        info = parse_model_info(fetch_info(where, build_hf_headers(library_name="inkstream"), MAX_INFO_BYTES))
+        info = parse_model_info(fetch_info(where, _headers(), MAX_INFO_BYTES))
         if named.is_commit and info.commit != named.revision:
             raise MetadataError(f"it names another commit, {info.commit}")
     except (MetadataError, httpx2.InvalidURL, httpx2.UnsupportedProtocol) as error:
@@ -195,7 +201,7 @@ def _fetch_files(named: HubModel, folder: Path, commit: str, files: Iterable[Rem
     """
     blobs = folder / "blobs"
     blobs.mkdir(parents=True, exist_ok=True)
-    headers = build_hf_headers(library_name="inkstream")
+    headers = _headers()
     # By hash: a repository may have the same content under several names.
     missing = {file.etag: file for file in files if not (blobs / file.etag).exists()}
     partials = {file: blobs / f"{etag}.inkstream.incomplete" for etag, file in missing.items()}

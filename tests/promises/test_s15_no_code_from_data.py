@@ -1,5 +1,5 @@
-"""No input is ever executed as code: no eval, no torch.load, and no pickle but in the confined reader of `convert`, which
-calls nothing that a pickle names."""
+"""No input is ever executed as code: no eval, no torch.load, and no pickle but in the confined reader of `convert`,
+which calls nothing that a pickle names."""
 
 from __future__ import annotations
 
