@@ -43,7 +43,7 @@ export class Sheet {
     if (removed || added) this.#area.value = text;
     else if (caret === null) return;
     const place = caret ?? start + added;
-    this.#area.setSelectionRange(place, place);
+    this.#caretTo(place);
     this.#reveal(place);
   }
 
@@ -73,12 +73,15 @@ export class Sheet {
       offset, or null for the end. `isSeen`: whether this view shows it, and therefore scrolls there. */
   open({ at = null, isSeen }) {
     const { selectionStart, selectionEnd, value } = this.#area;
-    if (at === null && selectionStart === 0 && selectionEnd === value.length) this.#caretToEnd(); // drops "select all"
+    if (at === null && selectionStart === 0 && selectionEnd === value.length) {
+      if (document.activeElement !== this.#area) document.getSelection().removeAllRanges(); // see #caretTo()
+      this.#caretToEnd(); // drops "select all"
+    }
     this.#caretAtEnd = this.#area.selectionStart === value.length;
     this.#place = isSeen ? at : null;
     if (this.#place !== null) {
       this.#mirror.open(at);
-      this.#area.setSelectionRange(at, at);
+      this.#caretTo(at);
       this.#reveal(at);
     } else if (isSeen && !this.#caretAtEnd) this.#follower.follow();
     this.#area.readOnly = true;
@@ -157,6 +160,14 @@ export class Sheet {
   }
 
   #caretToEnd() {
-    this.#area.setSelectionRange(this.#area.value.length, this.#area.value.length);
+    this.#caretTo(this.#area.value.length);
+  }
+
+  #caretTo(place) {
+    // Chromium would soon restore the selection that the document has in a text without the focus.
+    const selected = document.getSelection();
+    if (document.activeElement !== this.#area && selected.anchorNode === this.#area.parentElement)
+      selected.removeAllRanges();
+    this.#area.setSelectionRange(place, place);
   }
 }
