@@ -58,11 +58,6 @@ class MetadataArray:
     """As it lies in the file."""
 
     @property
-    def has_strings(self) -> bool:
-        """Whether its items are texts."""
-        return self.kind == _STRING
-
-    @property
     def has_bytes(self) -> bool:
         """Whether its items are numbers of 8 bits."""
         return SCALARS.get(self.kind) in ("B", "b")

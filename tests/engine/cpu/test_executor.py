@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 import re
 from array import array
 from collections.abc import Sequence as Items
@@ -16,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from app.common.types import Request, SamplingParams
+from app.common.types import SamplingParams
 from app.engine.cpu.executor import NativeExecutor, ThreadPool
 from app.engine.cpu.huge_pages import HugepageAllocator, zeros
 from app.engine.cpu.library import LibraryError, address_of, load_library
@@ -36,6 +35,7 @@ from model.nn.int8_cache import encode
 from model.nn.transformer import Decoder
 from model.quantize import packed_kind, quantized_formats
 from model.weight_formats import Quantize
+from tests.support.engine.native_sequences import random_sequence
 from tests.support.model.tiny_models import (
     CPU_QUANTIZE,
     GPT2,
@@ -99,14 +99,6 @@ FORMS = list(
 """Shapes, number formats, and values of --quantize."""
 
 
-def _sequence(n_tokens: int, vocab: int, first_block: int = 0) -> Sequence:
-    rng = random.Random(n_tokens)
-    tokens = array("q", (rng.randrange(vocab) for _ in range(n_tokens)))
-    request = Request(id=str(first_block), prompt=tuple(tokens), max_tokens=1, params=SamplingParams())
-    blocks = array("i", range(first_block, first_block + -(-n_tokens // 16)))
-    return Sequence(request=request, tokens=tokens, arrival=0, blocks=(blocks,))
-
-
 def _logits(executor: NativeExecutor, sequence: Sequence) -> Tensor:
     """Logits [T, V] of the whole sequence in one chunk, with the same blocks in every cache group."""
     sequence.blocks = sequence.blocks[:1] * len(executor.decoder.groups)
@@ -132,14 +124,14 @@ def _exact(decoder: Decoder) -> Decoder:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_logits_equal_those_of_the_decoder(shape: str) -> None:
     decoder = tiny_decoder(tiny_config(**SHAPES[shape]))
-    sequence = _sequence(LENGTH, decoder.config.vocab_size)
+    sequence = random_sequence(LENGTH, decoder.config.vocab_size)
     assert torch.allclose(_logits(native_executor(decoder, 8), sequence), _expected(decoder, sequence), atol=5e-4)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_bfloat16_is_as_close_to_float32_as_torch(shape: str) -> None:
     decoder = tiny_decoder(tiny_config(**SHAPES[shape]), dtype=torch.bfloat16)
-    sequence = _sequence(LENGTH, decoder.config.vocab_size)
+    sequence = random_sequence(LENGTH, decoder.config.vocab_size)
     exact_TV = _expected(_exact(decoder), sequence)
     ours, torchs = _logits(native_executor(decoder, 8), sequence), _expected(decoder, sequence)
     assert (ours - exact_TV).square().mean() < 1.2 * (torchs - exact_TV).square().mean()
@@ -149,7 +141,7 @@ def test_bfloat16_is_as_close_to_float32_as_torch(shape: str) -> None:
 @pytest.mark.parametrize("quantize", CPU_QUANTIZE[1:])
 def test_kernels_compute_with_the_weights_that_torch_rounds(shape: str, quantize: Quantize) -> None:
     decoder = tiny_decoder(tiny_config(**SHAPES[shape]))
-    sequence = _sequence(LENGTH, decoder.config.vocab_size)
+    sequence = random_sequence(LENGTH, decoder.config.vocab_size)
     ours = _logits(native_executor(decoder, 8, quantize=quantize), sequence)
     kind = packed_kind(quantize)
     assert kind
@@ -164,7 +156,7 @@ def test_kernels_compute_with_the_weights_that_torch_rounds(shape: str, quantize
 @pytest.mark.parametrize("shape", ["llama", "gpt2", "odd sizes", "experts", "experts of gpt-oss"])
 def test_numbers_that_a_file_stores_in_16_bits_have_the_bits_of_float32(shape: str, stored: str) -> None:
     decoder = _rounded(tiny_decoder(tiny_config(**SHAPES[shape])), stored)
-    sequence, wide = _sequence(LENGTH, decoder.config.vocab_size), native_executor(decoder, 8)
+    sequence, wide = random_sequence(LENGTH, decoder.config.vocab_size), native_executor(decoder, 8)
     narrow = native_executor(decoder, 8, stored_format=lambda *_: stored)
     expected = _logits(wide, sequence)
     assert torch.equal(_logits(narrow, sequence), expected)
@@ -184,7 +176,7 @@ def _rounded(decoder: Decoder, stored: str) -> Decoder:
 def test_non_finite_values_stay_in_their_sequence() -> None:
     decoder = tiny_decoder()
     decoder.embedding[7] = torch.nan  # tied: also a column of the logits
-    sick, sound = _sequence(40, 320), _sequence(33, 320, first_block=4)
+    sick, sound = random_sequence(40, 320), random_sequence(33, 320, first_block=4)
     sick.tokens[20] = 7
     sound.tokens[:] = array("q", (token if token != 7 else 8 for token in sound.tokens))
     executor = native_executor(decoder, 16)
@@ -200,7 +192,7 @@ def test_non_finite_values_stay_in_their_sequence() -> None:
 def test_non_finite_values_do_not_outlive_their_step(dtype: torch.dtype, shape: dict[str, Any]) -> None:
     """Also in the padding behind a row whose width is no whole number of vectors; the next step's row lies there."""
     decoder = tiny_decoder(tiny_config(**shape), dtype=dtype)
-    sound, sick = _sequence(20, 320), _sequence(20, 320, first_block=8)
+    sound, sick = random_sequence(20, 320), random_sequence(20, 320, first_block=8)
     sound.tokens[:] = array("q", (token if token != 7 else 8 for token in sound.tokens))
     expected = _logits(native_executor(decoder, 16), sound)
     decoder.embedding[7] = torch.nan
@@ -211,7 +203,7 @@ def test_non_finite_values_do_not_outlive_their_step(dtype: torch.dtype, shape: 
 
 
 def test_sequence_without_enough_blocks_is_an_assertion_error() -> None:
-    sequence = _sequence(40, 320)
+    sequence = random_sequence(40, 320)
     sequence.blocks[0].pop()
     with pytest.raises(AssertionError, match="blocks"):
         _logits(native_executor(tiny_decoder(), 8), sequence)
@@ -219,10 +211,10 @@ def test_sequence_without_enough_blocks_is_an_assertion_error() -> None:
 
 def test_blocks_are_cleared_and_copied_before_a_step() -> None:
     decoder = tiny_decoder()
-    executor, first = native_executor(decoder, 16), _sequence(20, 320)
+    executor, first = native_executor(decoder, 16), random_sequence(20, 320)
     expected = _logits(executor, first)
     executor._caches[0][:, :, 5] = np.nan
-    second = _sequence(20, 320, first_block=4)
+    second = random_sequence(20, 320, first_block=4)
     plan = BatchPlan((Chunk(second, 16, 20),), clear=((0, 5),), copies=((0, 0, 4),))
     executor.run(plan)
     assert torch.equal(torch.from_numpy(executor.logits(range(4))), expected[16:])
@@ -237,7 +229,7 @@ def test_weights_are_packed_from_the_files_one_tensor_at_a_time(
     write_files(tmp_path, weights_files(tiny_decoder(seed=3), dtype=file_dtype, eos_id=None, generation={}))
     whole = load(tmp_path, device=torch.device("cpu"), dtype=dtype).decoder
     stored, name = find_weights(tmp_path), str(dtype).removeprefix("torch.")
-    sequence, pool = _sequence(LENGTH, whole.config.vocab_size), ThreadPool(kernels(), 2)
+    sequence, pool = random_sequence(LENGTH, whole.config.vocab_size), ThreadPool(kernels(), 2)
     options: dict[str, Any] = {"dtype": name, "blocks": 8, "stored_format": stored.stored_format}
     executor = NativeExecutor(kernels(), stored.config, stored, pool, **options)
     assert torch.equal(_logits(executor, sequence), _logits(native_executor(whole, 8), sequence))
@@ -259,7 +251,7 @@ def test_every_level_computes_the_same_bits() -> None:
         decoder = tiny_decoder(tiny_config(**SHAPES[shape]), dtype=dtype)
         options: dict[str, Any] = {"blocks": 8, "quantize": quantize, "kv_cache": kv_cache}
         executor = native_executor_of(library, decoder, ThreadPool(library, 2), **options)
-        sequence = _sequence(LENGTH, decoder.config.vocab_size)
+        sequence = random_sequence(LENGTH, decoder.config.vocab_size)
         whole, here = _logits(executor, sequence), _logits(native_executor(decoder, **options), sequence)
         if not torch.equal(whole, here):
             differ.append((form, kv_cache))
@@ -268,7 +260,7 @@ def test_every_level_computes_the_same_bits() -> None:
         decoder = _rounded(tiny_decoder(tiny_config(**SHAPES[shape])), stored)
         options = {"blocks": 8, "stored_format": lambda *_, stored=stored: stored}
         executor = native_executor_of(library, decoder, ThreadPool(library, 2), **options)
-        sequence = _sequence(LENGTH, decoder.config.vocab_size)
+        sequence = random_sequence(LENGTH, decoder.config.vocab_size)
         if not torch.equal(_logits(executor, sequence), _logits(native_executor(decoder, **options), sequence)):
             differ.append((shape, stored))
     tiles = [(form, kv_cache) for form, kv_cache in forms if form[1] == torch.bfloat16]
@@ -297,7 +289,10 @@ def test_int8_cache_has_the_codes_and_scales_of_the_definition(case: str, dtype:
 
 def _cached(decoder: Decoder, kv_cache: KvCache) -> list[Tensor]:
     """[2, blocks, kv head, slot, head_dim] of the first layer after one prompt: numbers; or codes, and their scales."""
-    native, sequence = native_executor(decoder, 8, kv_cache=kv_cache), _sequence(LENGTH, decoder.config.vocab_size)
+    native, sequence = (
+        native_executor(decoder, 8, kv_cache=kv_cache),
+        random_sequence(LENGTH, decoder.config.vocab_size),
+    )
     native.run(BatchPlan((Chunk(sequence, 0, LENGTH),)))
     (cache,), step = native._caches, 2 if decoder.embedding.dtype == torch.bfloat16 else 1
     blocks, scales = torch.from_numpy(cache[0, :, : LENGTH // 16]), []
@@ -331,7 +326,7 @@ def check_chunks(shape: str, quantize: Quantize, kv_cache: KvCache) -> None:
     decoder = tiny_decoder(config, dtype=torch.bfloat16)
     decoder.embedding[::7] *= 2.0**-131
     executor = native_executor(decoder, 8, quantize=quantize, kv_cache=kv_cache)
-    sequence = _sequence(LENGTH, config.vocab_size)
+    sequence = random_sequence(LENGTH, config.vocab_size)
     _check_batch_invariance(
         executor, sequence, _logits(executor, sequence), sizes=(1, 2, 5, 15, 16, 17, 31, 32, 33, 48)
     )
@@ -354,7 +349,7 @@ def test_bits_of_a_step_do_not_depend_on_the_number_of_threads(dtype: torch.dtyp
     decoder = tiny_decoder(dtype=dtype)
     alone, shared = native_executor(decoder, 64, threads=1), native_executor(decoder, 64, threads=1)
     sessions = [shared.session_on(ThreadPool(kernels(), threads)) for threads in (2, 3, 5)]
-    rows = [_sequence(40, decoder.config.vocab_size, first_block=3 * row) for row in range(9)]
+    rows = [random_sequence(40, decoder.config.vocab_size, first_block=3 * row) for row in range(9)]
     for start, stop in ((0, 17), (17, 18), (18, 40)):
         plan = BatchPlan(tuple(Chunk(row, start, stop) for row in rows))
         shared.session = sessions[start % 3]

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.common.types import Request, SamplingParams
 from app.engine.cpu.executor import NativeExecutor, ThreadPool
 from app.engine.cpu.huge_pages import HugepageAllocator
 from app.engine.scheduling.batch_plan import BatchPlan, Chunk, Sequence
@@ -22,6 +21,7 @@ from model.config import Experts, ExpertScore, LayerKind, ModelConfig, Rope
 from model.nn.attention import CausalAttend
 from model.nn.transformer import Decoder
 from model.quantize import QuantizedWeights, packed_kind, quantized_formats
+from tests.support.engine.native_sequences import random_sequence
 from tests.support.model.tiny_models import (
     CPU_QUANTIZE,
     kernels,
@@ -57,14 +57,6 @@ def _random_config(rng: random.Random) -> ModelConfig:
     return _config(experts, activation=activation, gated=gated, **changes)
 
 
-def _sequence(n_tokens: int, *, seed: int = 0, first_block: int = 0) -> Sequence:
-    rng = random.Random(seed)
-    tokens = array("q", (rng.randrange(320) for _ in range(n_tokens)))
-    request = Request(id=str(seed), prompt=tuple(tokens), max_tokens=1, params=SamplingParams())
-    blocks = array("i", range(first_block, first_block + -(-n_tokens // 16)))
-    return Sequence(request=request, tokens=tokens, arrival=0, blocks=(blocks,))
-
-
 def _logits(executor: NativeExecutor, *sequences: Sequence, start: int = 0) -> Tensor:
     """Logits [T, V] of the sequences in one step, each in one chunk from `start` on."""
     chunks = tuple(Chunk(sequence, start, len(sequence.tokens)) for sequence in sequences)
@@ -92,7 +84,7 @@ def test_random_configurations_have_packed_experts_and_dense_ones() -> None:
 @pytest.mark.parametrize("seed", range(24))
 def test_logits_equal_those_of_the_decoder(seed: int, quantize: Any) -> None:
     rng = random.Random(seed)
-    decoder, sequence = tiny_decoder(_random_config(rng), seed=seed), _sequence(rng.randint(1, 40), seed=seed)
+    decoder, sequence = tiny_decoder(_random_config(rng), seed=seed), random_sequence(rng.randint(1, 40), seed=seed)
     ours = _logits(native_executor(decoder, 8, quantize=quantize), sequence)
     if kind := packed_kind(quantize):
         round_weights(decoder, kind)
@@ -106,7 +98,7 @@ def test_bits_of_a_row_do_not_depend_on_other_rows(experts: Experts, quantize: A
     """Whichever rows share its experts: 1 to 40 rows of a sequence, and more than a pass of 512 rows has."""
     decoder = tiny_decoder(_config(experts, **GPT_OSS), dtype=dtype)
     executor = native_executor(decoder, 64, quantize=quantize)
-    sequences = [_sequence(200, seed=seed, first_block=13 * seed) for seed in range(4)]
+    sequences = [random_sequence(200, seed=seed, first_block=13 * seed) for seed in range(4)]
     together = _logits(executor, *sequences)
     for sequence, whole in zip(sequences, together.split(200), strict=True):
         assert torch.equal(_logits(executor, sequence), whole)
@@ -120,7 +112,7 @@ def test_bits_do_not_depend_on_the_number_of_threads(dtype: torch.dtype) -> None
     decoder = tiny_decoder(_config(Experts(count=16, chosen=4, width=80), **GPT_OSS), dtype=dtype)
     executor, sequences = (
         native_executor(decoder, 64, threads=1),
-        [_sequence(40, seed=s, first_block=3 * s) for s in range(9)],
+        [random_sequence(40, seed=s, first_block=3 * s) for s in range(9)],
     )
     expected = _logits(executor, *sequences)
     for threads in (2, 3, 5):
@@ -134,7 +126,7 @@ def test_bits_do_not_depend_on_the_number_of_threads(dtype: torch.dtype) -> None
 def test_experts_that_no_row_has_chosen_are_not_read(quantize: Any, dtype: torch.dtype) -> None:
     """Weights and biases are NaN; quantized weights, which cannot be, are 0, so that only biases show a read."""
     config = _config(Experts(count=12, chosen=3, width=64, choice_bias=True, bias=True), n_layers=1)
-    decoder, sequence = tiny_decoder(config, dtype=dtype), _sequence(40)
+    decoder, sequence = tiny_decoder(config, dtype=dtype), random_sequence(40, seed=0)
     mixture: Any = decoder.blocks[0].mlp
     mixture.choice_bias[:] = torch.tensor([0, 9, 0, 0, 9, 0, 0, 0, 0, 9, 0, 0])
     expected = _logits(native_executor(decoder, 8, quantize=quantize), sequence)
@@ -162,7 +154,7 @@ def _with_exact_weights(biases: list[float], **changes: Any) -> Decoder:
 
 def test_experts_add_up_in_the_order_of_their_ids() -> None:
     """2^24 + 1 - 2^24 is 0 in float32. By rank, or backwards, it would be 1."""
-    decoder, sequence = _with_exact_weights([2.0**25, 2.0, -(2.0**25), 5.0]), _sequence(20)
+    decoder, sequence = _with_exact_weights([2.0**25, 2.0, -(2.0**25), 5.0]), random_sequence(20, seed=0)
     mixture: Any = decoder.blocks[0].mlp
     mixture.choice_bias[:] = torch.tensor([8, 7, 9, 0])
     expected = decoder.head(decoder.embedding[torch.tensor(sequence.tokens)])
@@ -170,7 +162,7 @@ def test_experts_add_up_in_the_order_of_their_ids() -> None:
 
 
 def test_of_equal_scores_the_lower_ids_are_chosen() -> None:
-    decoder, sequence = _with_exact_weights([1.0, 10.0, 100.0, 1000.0, 1e4, 1e5]), _sequence(20)
+    decoder, sequence = _with_exact_weights([1.0, 10.0, 100.0, 1000.0, 1e4, 1e5]), random_sequence(20, seed=0)
     mixture: Any = decoder.blocks[0].mlp
     mixture.choice_bias[:] = torch.tensor([0, 0, 1, 0, 0, 0])
     ours = _logits(native_executor(decoder, 8), sequence)
@@ -181,7 +173,7 @@ def test_of_equal_scores_the_lower_ids_are_chosen() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_non_finite_rows_stay_in_their_sequence(dtype: torch.dtype) -> None:
     decoder = tiny_decoder(_config(Experts(count=8, chosen=2, width=33), **GPT_OSS), dtype=dtype)
-    sick, sound = _sequence(40, seed=1), _sequence(33, seed=2, first_block=4)
+    sick, sound = random_sequence(40, seed=1), random_sequence(33, seed=2, first_block=4)
     decoder.embedding[7] = torch.inf  # tied: also a column of the logits
     sick.tokens[20] = 7
     sound.tokens[:] = array("q", (token if token != 7 else 8 for token in sound.tokens))
@@ -200,7 +192,7 @@ def test_packed_experts_are_restored_from_their_bytes(quantize: Any, dtype: torc
     config = _config(Experts(count=5, chosen=2, width=33, router_bias=True, bias=True, shared_width=20), **GPT_OSS)
     decoder, sequence, name = (
         tiny_decoder(replace(config, residual_scale=0.5), dtype=dtype),
-        _sequence(20),
+        random_sequence(20, seed=0),
         str(dtype)[6:],
     )
     first, second = (native_executor(decoder, 8, quantize=quantize) for _ in range(2))

@@ -34,7 +34,7 @@ from model.packed_matrix import PackedFormat, PackedMatrix
 from model.quantize import PackedWeights, QuantizedWeights, packed_kind
 from model.weight_formats import Quantize
 from model.weights_version import Directory
-from tests.engine.cpu.test_packed_matrices import logits_of
+from tests.support.engine.native_sequences import logits_of
 from tests.support.loaded_modules import not_matched, repository_modules
 from tests.support.model.hub_checkpoints import save_reference
 from tests.support.model.quantized_checkpoints import LAYOUTS, quantize_checkpoint

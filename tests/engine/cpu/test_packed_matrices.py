@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import random
-from array import array
-from collections.abc import Sequence as Items
 from ctypes import CDLL
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from app.common.types import Request, SamplingParams
 from app.engine.cpu import packed_cache
 from app.engine.cpu.executor import NativeExecutor, ThreadPool
 from app.engine.cpu.huge_pages import HugepageAllocator
@@ -22,12 +18,13 @@ from app.engine.cpu.library import load_library
 from app.engine.cpu.toolchain.builder import build, need_cache_directory
 from app.engine.cpu.toolchain.cpu_target import X86_LEVELS, CpuTarget, runs_here, this_level
 from app.engine.cpu.toolchain.library_cache import BuildRecipe
-from app.engine.scheduling.batch_plan import BatchPlan, Chunk, Sequence
+from app.engine.scheduling.batch_plan import BatchPlan, Chunk
 from benchmarks.shapes import DenseWeights
 from model.config import ModelConfig
 from model.number_formats import Array
 from model.packed_matrix import GroupNumbers, PackedFormat, PackedMatrix
 from model.quantize import PackedWeights, QuantizedWeights
+from tests.support.engine.native_sequences import logits_of, random_sequence, run_chunk
 from tests.support.model.packed_decoders import KINDS, PackedState, packed_config
 from tests.support.model.packed_matrices import FORMATS
 from tests.support.model.tiny_models import kernels
@@ -35,27 +32,6 @@ from tests.support.model.tiny_models import kernels
 pytestmark = pytest.mark.usefixtures("native_library", "one_thread")
 DTYPES = ("float32", "bfloat16")
 ROWS = (1, 2, 5, 6, 7, 13, 33, 64)
-
-
-def _sequence(n_tokens: int, vocab: int, first_block: int = 0) -> Sequence:
-    rng = random.Random(n_tokens)
-    tokens = array("q", (rng.randrange(vocab) for _ in range(n_tokens)))
-    request = Request(id=str(first_block), prompt=tuple(tokens), max_tokens=1, params=SamplingParams())
-    blocks = array("i", range(first_block, first_block + -(-n_tokens // 16)))
-    return Sequence(request=request, tokens=tokens, arrival=0, blocks=(blocks,))
-
-
-def _run(executor: NativeExecutor, sequence: Sequence, start: int, stop: int) -> Array:
-    """float32 logits [T, V] of one chunk."""
-    executor.run(BatchPlan((Chunk(sequence, start, stop),)))
-    return executor.logits(range(stop - start)).copy()
-
-
-def logits_of(executor: NativeExecutor, tokens: Items[int]) -> Array:
-    """float32 logits [T, V] of a sequence with these tokens."""
-    sequence = _sequence(len(tokens), 1)
-    sequence.tokens[:] = array("q", tokens)
-    return _run(executor, sequence, 0, len(tokens))
 
 
 def _executor(library: CDLL, config: ModelConfig, weights: PackedWeights, dtype: str, **options: Any) -> NativeExecutor:
@@ -68,13 +44,13 @@ def check_packed_bits(library: CDLL, kind: str, packed_format: PackedFormat, dty
     state = PackedState(config, packed_format)
     packed = _executor(library, config, state, dtype)
     dense = _executor(library, config, DenseWeights(state.dequantized), dtype)
-    sequence = _sequence(max(ROWS), config.vocab_size)
-    expected = _run(dense, sequence, 0, max(ROWS))
+    sequence = random_sequence(max(ROWS), config.vocab_size)
+    expected = run_chunk(dense, sequence, 0, max(ROWS))
     assert np.isfinite(expected).all() and 0.1 < expected.std() < 1e4
     for rows in ROWS:
-        found = _run(packed, sequence, 0, rows)
+        found = run_chunk(packed, sequence, 0, rows)
         assert np.array_equal(found, expected[:rows]), f"{rows} rows"
-        assert np.array_equal(found, _run(dense, sequence, 0, rows)), f"{rows} rows of the dense decoder"
+        assert np.array_equal(found, run_chunk(dense, sequence, 0, rows)), f"{rows} rows of the dense decoder"
         assert np.array_equal(packed.logits([0]), expected[:1]), "head of one row"
 
 
@@ -102,11 +78,11 @@ def test_one_wrong_scale_changes_logits(name: str, packed_format: PackedFormat, 
     """Positive control of the comparisons above."""
     config = packed_config("llama", packed_format.group)
     state = PackedState(config, packed_format)
-    sequence = _sequence(40, config.vocab_size)
+    sequence = random_sequence(40, config.vocab_size)
     sequence.tokens[7] = config.vocab_size - 1
-    expected = _run(_executor(kernels(), config, state, dtype), sequence, 0, 40)
+    expected = run_chunk(_executor(kernels(), config, state, dtype), sequence, 0, 40)
     state.change_a_scale(name)
-    found = _run(_executor(kernels(), config, state, dtype), sequence, 0, 40)
+    found = run_chunk(_executor(kernels(), config, state, dtype), sequence, 0, 40)
     assert not np.array_equal(found, expected)
 
 
@@ -116,8 +92,8 @@ def test_rows_that_are_not_finite_stay_alone(packed_format: PackedFormat, dtype:
     """In chunks of every way to compute, and in the padding of registers in later steps."""
     config = packed_config("gpt2", packed_format.group)
     state = PackedState(config, packed_format)
-    sound, sick = _sequence(39, config.vocab_size), _sequence(40, config.vocab_size, first_block=4)
-    expected = _run(_executor(kernels(), config, state, dtype), sound, 0, 39)
+    sound, sick = random_sequence(39, config.vocab_size), random_sequence(40, config.vocab_size, first_block=4)
+    expected = run_chunk(_executor(kernels(), config, state, dtype), sound, 0, 39)
 
     def read(name: str, number_format: str) -> Array:
         array = state.read(name, number_format).copy()
@@ -132,7 +108,7 @@ def test_rows_that_are_not_finite_stay_alone(packed_format: PackedFormat, dtype:
         both = executor.logits(range(1 + rows))
         assert np.isnan(both[0]).all(), "positive control"
         assert np.array_equal(both[1:], expected[:rows]), rows
-        assert np.array_equal(_run(executor, sound, 0, rows), expected[:rows]), f"{rows} rows afterwards"
+        assert np.array_equal(run_chunk(executor, sound, 0, rows), expected[:rows]), f"{rows} rows afterwards"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -157,10 +133,10 @@ def test_restored_matrices_compute_the_same_bits_and_only_formats_are_read(
 def test_packed_parts_are_not_rounded_by_quantize() -> None:
     """Dense matrices beside them are."""
     config, packed_format = packed_config("llama", 32), FORMATS[1]
-    state, sequence = PackedState(config, packed_format), _sequence(20, 99)
-    expected = _run(_executor(kernels(), config, state, "float32"), sequence, 0, 20)
+    state, sequence = PackedState(config, packed_format), random_sequence(20, 99)
+    expected = run_chunk(_executor(kernels(), config, state, "float32"), sequence, 0, 20)
     quantized = QuantizedWeights(state, config, "int8")
-    assert np.array_equal(_run(_executor(kernels(), config, quantized, "float32"), sequence, 0, 20), expected)
+    assert np.array_equal(run_chunk(_executor(kernels(), config, quantized, "float32"), sequence, 0, 20), expected)
     down = "blocks.1.mlp.down.weight"
     dense = state.dequantized(down, "float32")
     del state.parts[down]
@@ -170,7 +146,7 @@ def test_packed_parts_are_not_rounded_by_quantize() -> None:
         read_packed=state.read_packed,
     )
     found = [
-        _run(_executor(kernels(), config, each, "float32"), sequence, 0, 20)
+        run_chunk(_executor(kernels(), config, each, "float32"), sequence, 0, 20)
         for each in (weights, QuantizedWeights(weights, config, "int8"))
     ]
     assert np.array_equal(found[0], expected) and not np.array_equal(found[1], expected)

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from model.number_formats import Array
-from tests.support.model.gguf_files import add_value
+from tests.support.model.gguf_files import add_value, write_whole
 
 Tensors = Iterator[tuple[str, Array]]
 ARCHITECTURE_OF = {
@@ -81,10 +81,7 @@ def write_converted(
             writer.add_tensor(target, gguf.quants.dequantize(rows, quantized))
         else:
             writer.add_tensor(target, rows, raw_dtype=quantized)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_whole(writer)
     return path
 
 

@@ -64,11 +64,16 @@ def write_gguf(
             writer.add_tensor(name, blocks.reshape(*blocks.shape[:-2], -1), raw_dtype=gguf.GGMLQuantizationType[kind])
         else:
             writer.add_tensor(name, tensor)
+    write_whole(writer)
+    return path
+
+
+def write_whole(writer: gguf.GGUFWriter) -> None:
+    """Writes the file, and closes it."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
 
 
 def add_array(path: Path, key: str, kind: int, content: bytes = b"") -> Path:

@@ -7,9 +7,11 @@ import re
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 
 from tests.support.model.gguf_conversion import write_converted
+from tests.support.model.gguf_files import write_whole
 from tests.support.model.gguf_metadata import gguf_metadata
 from tests.support.model.tiny_models import VOCAB, tiny_weights
 
@@ -33,8 +35,6 @@ def tiny_tokenizer(weights: Path) -> dict[str, Any]:
 
 def fuse_qkv(path: Path, fused: Path) -> Path:
     """Writes the file of an architecture without key-value groups again, with q, k and v of a layer as one tensor."""
-    import gguf
-
     reader = gguf.GGUFReader(path)
     fields = {field.name: field for field in reader.fields.values() if not field.name.startswith("GGUF.")}
     writer = gguf.GGUFWriter(fused, fields.pop("general.architecture").contents())
@@ -48,17 +48,12 @@ def fuse_qkv(path: Path, fused: Path) -> Path:
             writer.add_tensor(name.replace(".attn_q.", ".attn_qkv."), np.concatenate(parts))
         elif not re.search(r"\.attn_[kv]\.", name):
             writer.add_tensor(name, data)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_whole(writer)
     return fused
 
 
 def tiny_series(folder: Path, count: int = 2) -> list[Path]:
     """Writes the model of tiny_gguf() as a series."""
-    import gguf
-
     whole = tiny_gguf(folder / "whole.gguf")
     reader = gguf.GGUFReader(whole)
     paths = []
@@ -75,10 +70,7 @@ def tiny_series(folder: Path, count: int = 2) -> list[Path]:
         for tensor in reader.tensors[number::count]:
             shape = None if tensor.data.dtype.kind == "f" else tensor.data.shape
             writer.add_tensor(tensor.name, tensor.data, raw_shape=shape, raw_dtype=tensor.tensor_type)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        write_whole(writer)
         paths.append(path)
     whole.unlink()
     return paths
