@@ -74,10 +74,8 @@ def build_engine(
         placement = place_without_torch(config) or _torch_backends(config, _NEEDS_TORCH).place(config)
         if placement.device == "cpu" and (problem := bind_process(config.cpus)):
             _log.warning("%s: %s", config.name, problem)
-        directory, limit = config.directory, 0 if find else config.packed_cache_bytes
-        store = WeightsStore.of(config.cache_dir, limit) if limit else None
-        hashes, check = FileHashes(directory, store), partial(_check_memory, config, placement)
-        weights = (find or partial(find_weights, digest=hashes.digest, check=check))(directory)
+        directory = config.directory
+        weights, hashes, store = _find_weights(config, placement, find)
         defaults = sampling_defaults(weights.generation, directory / "generation_config.json")
         tokenizer = Tokenizer.reader(directory)  # the files may have changed when the first grammar needs it
         limits = _limits(config, placement)
@@ -85,8 +83,7 @@ def build_engine(
         selected = select_backend(
             config.kernels, placement.dtype, placement.device, weights.config, libraries, announce
         )
-        if (kind := packed_kind(config.quantize)) and (unquantized := describe_unquantized(weights.config, kind)):
-            announce(unquantized)
+        _announce_unquantized(config, weights.config, announce)
         cache_shape = _cache_shape(config, weights, placement, selected, limits)
         model, weights = weights.config, _served(weights, cache_shape.context)
         backend: Backend
@@ -122,6 +119,21 @@ def build_engine(
     facts = (cache_shape, placement, engine.scheduler.pools, backend)
     ready = _ready(weights, model, *facts, defaults=defaults, waits=selected.waits_for_build)
     return BuiltEngine(engine, grammars, ready)
+
+
+def _find_weights(
+    config: WorkerConfig, placement: Placement, find: Callable[[Directory], StoredWeights] | None
+) -> tuple[StoredWeights, FileHashes, WeightsStore | None]:
+    """The weights, the hashes of their files, and the store that keeps packed ones. Raises ValueError."""
+    directory, limit = config.directory, 0 if find else config.packed_cache_bytes
+    store = WeightsStore.of(config.cache_dir, limit) if limit else None
+    hashes, check = FileHashes(directory, store), partial(_check_memory, config, placement)
+    return (find or partial(find_weights, digest=hashes.digest, check=check))(directory), hashes, store
+
+
+def _announce_unquantized(config: WorkerConfig, shape: ModelConfig, announce: Announce) -> None:
+    if (kind := packed_kind(config.quantize)) and (unquantized := describe_unquantized(shape, kind)):
+        announce(unquantized)
 
 
 def _check_memory(config: WorkerConfig, placement: Placement, weights: StoredWeights) -> None:
