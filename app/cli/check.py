@@ -42,7 +42,7 @@ from model.config import ModelConfig
 from model.files import CheckpointError, linked_caches, one_line, unfinished_run
 from model.nn.transformer import Decoder
 from model.parameter_shapes import parameter_shapes
-from model.quantize import QuantizedKind, QuantizedWeights, describe_unquantized
+from model.quantize import PackedWeights, QuantizedKind, QuantizedWeights, describe_unquantized
 from model.tokenizer.tokenizer import Tokenizer
 from model.weights_version import Directory, WeightsVersion
 
@@ -135,8 +135,14 @@ def _file_lines(weights: StoredWeights) -> list[Line]:
         lines.append(("fp8", f"{len(weights.scales):,} matrices, times their scales, rounded to bfloat16"))
     if weights.packed:
         kinds = Counter(packed.format.describe() for packed in weights.packed.values())
-        lines.append(("packed", ", ".join(f"{count:,} matrices of {kind}" for kind, count in kinds.items())))
+        matrices = ", ".join(f"{count:,} matrices of {kind}" for kind, count in kinds.items())
+        lines.append(("packed", f"{matrices}; {_bits_per_weight(weights, weights)} with all others in bfloat16"))
     return lines
+
+
+def _bits_per_weight(weights: StoredWeights, served: PackedWeights) -> str:
+    n_bytes = parameter_bytes(served, parameter_shapes(weights.config), "bfloat16", ())
+    return f"{8 * n_bytes / weights.n_params:.3g} bits per weight"
 
 
 _QUANTIZED_TO_MEASURE = 1 << 29
@@ -151,9 +157,9 @@ def _quantize_lines(weights: StoredWeights, decoder: Decoder, directory: Directo
     shapes = parameter_shapes(weights.config)
     for kind in get_args(QuantizedKind):
         served = QuantizedWeights(weights, weights.config, kind)
-        n_bytes = parameter_bytes(served, shapes, "bfloat16", ())
-        text = f"{8 * n_bytes / weights.n_params:.3g} bits per weight"
-        loss = None
+        if all(weights.packed_formats(name) for name in shapes if served.packed_formats(name)):
+            continue  # what files have packed stays as it is
+        text, loss = _bits_per_weight(weights, served), None
         if weights.n_params <= _QUANTIZED_TO_MEASURE:
             try:
                 for name in shapes:

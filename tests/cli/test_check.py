@@ -7,10 +7,15 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from app.__main__ import main
+from app.cli import check
+from model.checkpoint.checkpoint import load
 from model.checkpoint.golden_export import golden_loss
 from model.files import write_files
+from tests.support.model.hub_checkpoints import save_reference
+from tests.support.model.quantized_checkpoints import pack_quantized, quantize_checkpoint
 from tests.support.model.tiny_models import round_weights, tiny_config, tiny_decoder, tiny_files, tiny_weights
 
 
@@ -66,3 +71,21 @@ def test_matrices_that_no_group_divides_are_named(tmp_path: Path, capsys: pytest
     write_files(tmp_path, tiny_files(tiny_decoder(tiny_config(mlp_width=168))))
     for text in _quantize_lines(tmp_path, capsys).values():
         assert "2 of 9 matrices are not quantized" in text and text.endswith("and their sizes are 64 x 168")
+
+
+def test_bits_of_packed_files_are_printed_once(tmp_path: Path) -> None:
+    """--quantize leaves what is packed as it is; lines about it are for matrices that it would change."""
+    config = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_attention_heads": 4}
+    kinds = {}
+    for name, ends in (("all", ("proj.weight", "embed_tokens.weight", "lm_head.weight")), ("some", ("proj.weight",))):
+        save_reference("llama-b", tmp_path / name, **sizes)
+        quantize_checkpoint(tmp_path / name, pack_quantized(64), config, ends=ends)
+        loaded = load(tmp_path / name, device=torch.device("cpu"), dtype=torch.float32)
+        line = dict(check._file_lines(loaded.weights))["packed"]
+        kinds[name] = [kind for kind, _ in check._quantize_lines(loaded.weights, loaded.decoder, tmp_path / name)]
+        bits = 8 * loaded.weights.stored_bytes("bfloat16") / loaded.weights.n_params
+        assert line.endswith(
+            f"matrices of 4 bits in groups of 64; {bits:.3g} bits per weight with all others in bfloat16"
+        )
+    assert kinds == {"all": [], "some": ["int8", "int4"]}
