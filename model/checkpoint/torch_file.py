@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import codecs
 import os
-import pickle
+import pickle  # nosec B403
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
