@@ -28,14 +28,15 @@ from benchmarks.peers.comparison import (
     table,
 )
 from benchmarks.peers.peer_pool import Workspace
-from benchmarks.peers.provision import GGUF_FORMATS, OURS
+from benchmarks.peers.provision import GGUF_FORMATS, OUR_PRECISIONS, OURS
 from benchmarks.service_process import ROOT
 from benchmarks.shapes import FAMILY_SHAPES, SMOLLM2, find_model
 from benchmarks.smollm2 import NotAvailable
 
 PEERS = ("openvino", "llama.cpp", "transformers", "vllm")
 """Of every comparison, unless --peers says otherwise."""
-PRECISIONS = ("bf16", "f32", "int8")
+_USUAL_PRECISIONS = ("bf16", "f32", "int8")
+PRECISIONS = (*_USUAL_PRECISIONS, "int4")
 PARTS = ("engine", "prefill", "server")
 _MODELS = ("default", "A", "B", "C", "1b", *FAMILY_SHAPES, SMOLLM2)
 _LENGTH = 513
@@ -48,8 +49,8 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     for flag, choices, default in (
         ("--models", _MODELS, ("default", "C")),
         ("--what", PARTS, PARTS),
-        ("--peers", (*PEERS, *GGUF_FORMATS), PEERS),
-        ("--precisions", PRECISIONS, PRECISIONS),
+        ("--peers", (*PEERS, *GGUF_FORMATS, *OUR_PRECISIONS), PEERS),
+        ("--precisions", PRECISIONS, _USUAL_PRECISIONS),
         ("--server-precisions", PRECISIONS, ("bf16",)),
     ):
         text = f"out of {', '.join(choices)} ({','.join(default)})"

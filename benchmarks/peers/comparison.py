@@ -20,9 +20,9 @@ from typing import Literal
 
 from benchmarks.common import Percentiles, in_turn, percentiles_ms, range_of
 from benchmarks.load import LevelProgress, LoadPlan, run_level
-from benchmarks.peers.adapters.inkstream import dtype_for
+from benchmarks.peers.adapters.inkstream import dtype_for, quantize_for
 from benchmarks.peers.peer_pool import AdapterProcess, Workspace, plain_environment
-from benchmarks.peers.provision import OURS, PeerError, llama_library, llama_variables, program_of
+from benchmarks.peers.provision import OUR_PRECISIONS, OURS, PeerError, llama_library, llama_variables, program_of
 from benchmarks.service_process import ServiceStartError, running, serve_command
 from benchmarks.shapes import Model
 
@@ -181,7 +181,12 @@ def _medians(samples: Sequence[Percentiles | None]) -> str:
 
 def engine_starts(workspace: Workspace, engines: Sequence[str], model: Model, precision: str) -> dict[str, Start]:
     """Bare engines, each in a process of its own."""
-    return {name: partial(_engine, workspace, name, model, precision) for name in (OURS, *engines)}
+    return {
+        name: partial(_engine, workspace, OURS, model, OUR_PRECISIONS[name])
+        if name in OUR_PRECISIONS
+        else partial(_engine, workspace, name, model, precision)
+        for name in (OURS, *engines)
+    }
 
 
 def server_starts(workspace: Workspace, engines: Sequence[str], model: Model, precision: str) -> dict[str, Start]:
@@ -242,7 +247,7 @@ def _our_service(workspace: Workspace, model: Model, precision: str) -> Iterator
     """The whole service with its own defaults."""
     flags: list[str | Path] = ["--weights", model.directory, "--device", "cpu"]
     flags += ["--dtype", dtype_for(precision, model.directory)]
-    flags += ["--threads", str(workspace.threads), *(["--quantize", "int8"] if precision == "int8" else [])]
+    flags += ["--threads", str(workspace.threads), "--quantize", quantize_for(precision)]
     with _serving(workspace, serve_command(*flags), "our-service", "/health/ready") as target:
         yield {}, target
 
@@ -271,7 +276,7 @@ def _vllm_server(workspace: Workspace, model: Model, precision: str) -> Iterator
     CPU ("CPU Generator does not use offset").
     """
     if precision not in _VLLM_DTYPES:
-        raise PeerError("int8 needs a checkpoint that was quantized before")
+        raise PeerError(f"{precision} needs a checkpoint that was quantized before")
     python, path = workspace.installed("vllm", model, precision)
     port = _free_port()
     command: list[str | Path] = [python, "-m", "vllm.entrypoints.cli.main", "serve", path]

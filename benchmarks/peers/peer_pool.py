@@ -115,7 +115,7 @@ class Workspace:
         command += ["--model", path, "--precision", precision, *sizes]
         # vLLM's engine then computes in the adapter's own process, which steps it.
         environment = {**self.variables(engine), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-        return AdapterProcess(command, log=self.log(engine), environment=environment)
+        return AdapterProcess(command, log=self.log(f"{engine}-{precision}"), environment=environment)
 
     def variables(self, engine: str) -> dict[str, str]:
         """Environment of an engine's processes, beyond plain_environment()."""

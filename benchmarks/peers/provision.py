@@ -56,9 +56,11 @@ _WITHOUT_DEPENDENCIES: Mapping[str, tuple[str, ...]] = {
     ),
 }
 """Wheels that are installed as they are, after the other packages."""
-GGUF_FORMATS: Mapping[str, str] = {"llama.cpp-q8_0": "q8_0", "llama.cpp-q4_k_m": "q4_k_m"}
+GGUF_FORMATS: Mapping[str, str] = {"llama.cpp-q8_0": "q8_0", "llama.cpp-q4_k_m": "q4_k_m", "llama.cpp-q4_0": "q4_0"}
 """Peers that are llama.cpp with a file quantized by it, at every precision of inkstream."""
-_WEIGHT_FORMATS = {"bf16": "fp32", "f32": "fp32", "int8": "int8"}
+OUR_PRECISIONS: Mapping[str, str] = {"inkstream-bf16": "bf16", "inkstream-f32": "f32", "inkstream-int8": "int8"}
+"""Peers that are inkstream's engine in another precision."""
+_WEIGHT_FORMATS = {"bf16": "fp32", "f32": "fp32", "int8": "int8", "int4": "int4"}
 """OpenVINO rounds to its configured compute precision when it loads a model."""
 
 
@@ -183,7 +185,10 @@ def convert(peer: str, model: Model, precision: str, *, python: Path, folder: Pa
         tool: list[str | Path] = [python.with_name("optimum-cli"), "export", "openvino", "--model", model.directory]
         tool += ["--task", "text-generation-with-past", "--weight-format", weights]
         return convert_once(models / f"{stem}-openvino-{weights}", tool)
-    if quantization := GGUF_FORMATS.get(peer):
+    quantization = GGUF_FORMATS.get(peer)
+    if peer == "llama.cpp" and precision == "int4":
+        quantization = "q4_0"  # as llama.cpp writes it, with a head of more bits, as inkstream's
+    if quantization:
         source = convert("llama.cpp", model, "bf16", python=python, folder=folder)
         quantize: list[str | Path] = [python, "-m", "benchmarks.peers.adapters.quantize_gguf", source, quantization]
         return convert_once(models / f"{stem}-{quantization}.gguf", quantize, llama_variables(folder))

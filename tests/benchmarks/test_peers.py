@@ -26,6 +26,7 @@ from benchmarks.peers.comparison import (
     common_prefix_length,
     compare,
     engine_figures,
+    engine_starts,
     measure_engine,
     root_cause,
     server_starts,
@@ -155,6 +156,19 @@ def test_quantized_files_are_made_from_the_bfloat16_one_whatever_the_precision(t
     library = str(tmp_path / "llama.cpp/build/bin")
     assert quantize.split() == ["-m", "benchmarks.peers.adapters.quantize_gguf", str(source), "q4_k_m", library]
     assert convert("llama.cpp", model, "int8", python=python, folder=tmp_path).name.endswith("-int8.gguf")
+    int4 = convert("llama.cpp", model, "int4", python=python, folder=tmp_path)
+    assert int4 == convert("llama.cpp-q4_0", model, "bf16", python=python, folder=tmp_path)
+    assert int4.name == source.name.replace("bf16", "q4_0")
+
+
+def test_our_engine_in_another_precision_is_a_peer(tmp_path: Path) -> None:
+    """Its adapter is not there, so each says in its log which precision it was asked for."""
+    _program(tmp_path / "python", "print(*sys.argv[1:], file=sys.stderr)")
+    workspace = _Installed(folder=tmp_path, threads=1, batch=1, length=8)
+    for name, start in engine_starts(workspace, ["inkstream-int8"], _model(tmp_path / "C"), "int4").items():
+        asked = name.partition("-")[2] or "int4"
+        with pytest.raises(PeerError, match=rf"adapters\.inkstream .*--precision {asked}"), start():
+            pass
 
 
 def test_vllm_is_refused_with_a_reason_where_no_wheel_fits(tmp_path: Path) -> None:

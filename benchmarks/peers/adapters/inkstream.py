@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from importlib.metadata import version
 from pathlib import Path
+from typing import Literal
 
 from app.common.ipc import WorkerConfig
 from app.common.types import Request, SamplingParams
@@ -25,6 +26,11 @@ def dtype_for(precision: str, directory: Path) -> str:
     return "auto" if "bfloat16" in (config.get("torch_dtype"), config.get("dtype")) else "bfloat16"
 
 
+def quantize_for(precision: str) -> Literal["none", "int8", "int4"]:
+    """The value of --quantize."""
+    return "int8" if precision == "int8" else "int4" if precision == "int4" else "none"
+
+
 class InkstreamAdapter(SteppedAdapter):
     """inkstream's engine. Prompts differ from call to call, so that the prefix cache does not help."""
 
@@ -34,7 +40,7 @@ class InkstreamAdapter(SteppedAdapter):
             device="cpu",
             kernels="native",
             dtype=dtype_for(options.precision, Path(options.model)),
-            quantize="int8" if options.precision == "int8" else "none",
+            quantize=quantize_for(options.precision),
             threads=options.threads,
             max_running=options.batch,
             # Every prompt is prefilled in one step, so that all rows take their first decode step together.

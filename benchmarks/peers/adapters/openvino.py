@@ -11,11 +11,12 @@ from openvino_genai.py_openvino_genai import GenerationHandle
 
 from benchmarks.peers.adapters.protocol import AdapterOptions, SteppedAdapter, run
 
-# int8 weights run with OpenVINO's defaults: activations quantized in groups, 8-bit KV cache.
+# int8 and int4 weights run with OpenVINO's defaults: activations quantized in groups, 8-bit KV cache.
 _HINTS = {
     "bf16": {"INFERENCE_PRECISION_HINT": "bf16", "KV_CACHE_PRECISION": "bf16"},
     "f32": {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"},
     "int8": {"INFERENCE_PRECISION_HINT": "bf16"},
+    "int4": {"INFERENCE_PRECISION_HINT": "bf16"},
 }
 
 

@@ -1,4 +1,4 @@
-"""Quantizes a GGUF file by llama.cpp: `python -m benchmarks.peers.adapters.quantize_gguf SOURCE q8_0|q4_k_m FILE`.
+"""Quantizes a GGUF file by llama.cpp: `python -m benchmarks.peers.adapters.quantize_gguf SOURCE q8_0|q4_k_m|q4_0 FILE`.
 
 Rows whose length is no multiple of 256 do not fit llama.cpp's K-quants, and get a format of more bits.
 """
@@ -11,7 +11,11 @@ from pathlib import Path
 
 import llama_cpp
 
-_TYPES = {"q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0, "q4_k_m": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M}
+_TYPES = {
+    "q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0,
+    "q4_k_m": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M,
+    "q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0,
+}
 
 
 def main(source: Path, quantization: str, target: Path) -> None:

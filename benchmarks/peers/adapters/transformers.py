@@ -33,7 +33,7 @@ class TransformersAdapter(Adapter):
 
     def __init__(self, options: AdapterOptions) -> None:
         if options.precision not in _DTYPES:
-            raise UnsupportedError("no int8 on the CPU without further packages")
+            raise UnsupportedError(f"no {options.precision} on the CPU without further packages")
         torch.set_num_threads(options.threads)
         # A local directory, not a name to download.
         model = AutoModelForCausalLM.from_pretrained(options.model, dtype=_DTYPES[options.precision])  # nosec B615

@@ -18,7 +18,7 @@ class VLLMAdapter(SteppedAdapter):
 
     def __init__(self, options: AdapterOptions) -> None:
         if options.precision not in _DTYPES:
-            raise UnsupportedError("int8 needs a checkpoint that was quantized before")
+            raise UnsupportedError(f"{options.precision} needs a checkpoint that was quantized before")
         arguments = EngineArgs(
             model=str(options.model),
             dtype=_DTYPES[options.precision],
