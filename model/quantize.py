@@ -1,8 +1,8 @@
 """Quantization of matrices to 4 or 8 bits by groups of columns, without calibration.
 
     int8   integers from -127 to 127; a float16 scale for 32 columns                             8.5 bits per weight
-    int4   the odd integers from -15 to 15; a scale and an offset for 32 columns, bytes that     4.625
-           multiply float16 units of 256 columns
+    int4   integers from 0 to 15; a scale and an offset for 32 columns, bytes that multiply      4.625
+           float16 units of 256 columns
 
 Columns that 32 does not divide have groups of 16, and others are not quantized. int8 maps the largest number of a group
 to 127. int4 searches for the scale and the offset of the least squared error: it tries several ranges that leave out up
@@ -29,13 +29,11 @@ import numpy as np
 from model.config import ModelConfig
 from model.decoder_program import Kind, Operation, decoder_program, encoder_program
 from model.number_formats import Array, all_finite
-from model.packed_matrix import UNIT_COLUMNS, GroupNumbers, PackedFormat, PackedMatrix, packed_codes
+from model.packed_matrix import UNIT_COLUMNS, UNSIGNED_CODES, GroupNumbers, PackedFormat, PackedMatrix, packed_codes
 from model.parameter_shapes import parameter_shapes
 from model.weight_formats import Quantize
 
 QuantizedKind = Literal["int8", "int4"]
-INT4_TABLE = tuple(range(-15, 16, 2))
-"""Of even steps, around 0, so that offsets are small and their bytes exact."""
 LEAST, MOST = 2.0**-14, 2.0**22
 """Magnitude of a matrix's largest number, so that float16 holds scales and units with some precision."""
 _GROUPS = (32, 16)
@@ -66,7 +64,7 @@ def packed_format(columns: int, kind: QuantizedKind) -> PackedFormat | None:
         return None
     if kind == "int8":
         return PackedFormat(bits=8, group=group, scales="float16", has_offsets=False)
-    return PackedFormat(bits=4, group=group, scales="multiples", has_offsets=True, table=INT4_TABLE)
+    return PackedFormat(bits=4, group=group, scales="multiples", has_offsets=True, table=UNSIGNED_CODES)
 
 
 def quantized_formats(config: ModelConfig, kind: QuantizedKind) -> dict[str, PackedFormat | None]:
@@ -225,11 +223,10 @@ def _quantize_int4(numbers: Array, out: PackedMatrix) -> None:
     """Fills `out`."""
     by_group_SN = _by_group(numbers, out.format.group)
     steps_N, lows_N = _best_range(by_group_SN)
-    # A number is step * code + low, or half a step * integer + offset.
     assert out.offsets
     groups_of_unit = UNIT_COLUMNS // out.format.group
-    scale_units_N = _units(out.scales, steps_N * np.float32(0.5), _MOST_SCALE, groups_of_unit)
-    offset_units_N = _units(out.offsets, lows_N + steps_N * np.float32(7.5), _MOST_OFFSET, groups_of_unit)
+    scale_units_N = _units(out.scales, steps_N, _MOST_SCALE, groups_of_unit)
+    offset_units_N = _units(out.offsets, lows_N, _MOST_OFFSET, groups_of_unit)
 
     def nearest(values_N: Array, units_N: Array, most: np.float32) -> Array:
         multiples: Array = np.clip(np.rint(values_N * _inverse(units_N)), -most, most)
@@ -237,20 +234,18 @@ def _quantize_int4(numbers: Array, out: PackedMatrix) -> None:
 
     def codes(multiples_N: Array, offsets_N: Array) -> tuple[Array, Array, Array]:
         scales_N, offsets_N = multiples_N * scale_units_N, offsets_N * offset_units_N
-        return _codes(by_group_SN, np.float32(2) * scales_N, offsets_N - _TOP * scales_N), scales_N, offsets_N
+        return _codes(by_group_SN, scales_N, offsets_N), scales_N, offsets_N
 
     def error(multiples_N: Array, offsets_N: Array) -> Array:
         errors_SN, scales_N, offsets_N = codes(multiples_N, offsets_N)
-        errors_SN *= np.float32(2)
-        errors_SN -= _TOP
         errors_SN *= scales_N
         errors_SN += offsets_N
         errors_SN -= by_group_SN
         errors_SN *= errors_SN
         return _sum(errors_SN)
 
-    scales_N = nearest(steps_N * np.float32(0.5), scale_units_N, _MOST_SCALE)
-    offsets_N = nearest(lows_N + steps_N * np.float32(7.5), offset_units_N, _MOST_OFFSET)
+    scales_N = nearest(steps_N, scale_units_N, _MOST_SCALE)
+    offsets_N = nearest(lows_N, offset_units_N, _MOST_OFFSET)
     least_N = error(scales_N, offsets_N)
     for change in _NEIGHBORS:
         trial = (

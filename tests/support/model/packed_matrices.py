@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from model.packed_matrix import (
+    FP4_CODES,
     GROUPS,
     SIGNED_CODES,
     UNIT_COLUMNS,
@@ -14,15 +15,27 @@ from model.packed_matrix import (
     PackedMatrix,
 )
 
-_FP4_TWICE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 _KINDS = (("float16", False), ("float32", True), ("multiples", False), ("multiples", True))
+_TABLES = (
+    ("float16", False, UNSIGNED_CODES),
+    ("float16", False, FP4_CODES),
+    ("float16", False, tuple(range(-7, 9))),
+    ("float16", False, tuple(range(-40, -24))),
+    ("multiples", False, SIGNED_CODES),
+    ("multiples", True, SIGNED_CODES),
+    ("float32", True, SIGNED_CODES),
+)
+"""Tables that are read in different ways: consecutive integers or not, from 0 on or not, beside offsets or not."""
 FORMATS = [
     PackedFormat(bits=bits, group=group, scales=scales, has_offsets=has_offsets, table=table)  # type: ignore[arg-type]
     for index, (scales, has_offsets) in enumerate(_KINDS)
-    for bits, table in ((4, (SIGNED_CODES, UNSIGNED_CODES, _FP4_TWICE, UNSIGNED_CODES)[index]), (8, ()))
+    for bits, table in ((4, (SIGNED_CODES, UNSIGNED_CODES, FP4_CODES, UNSIGNED_CODES)[index]), (8, ()))
     for group in GROUPS
+] + [
+    PackedFormat(bits=4, group=32, scales=scales, has_offsets=has_offsets, table=table)  # type: ignore[arg-type]
+    for scales, has_offsets, table in _TABLES
 ]
-"""Every number of bits, group and kind of scales; tables in turn."""
+"""Every number of bits, group and kind of scales with tables in turn, then the other tables."""
 
 
 def random_packed(packed_format: PackedFormat, *, rows: int, columns: int, seed: int) -> PackedMatrix:

@@ -22,6 +22,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 
 #include "interface.h"
 #include "operands.h"
@@ -141,6 +142,42 @@ struct LaneCodes<4> {
 };
 #endif
 
+// Whether offsets have the first integer, and codes are from 0 on.
+template <class Codes>
+constexpr bool kFirstInOffsets = false;
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// Codes of 4 bits whose integers are consecutive: converting codes is faster than looking up both bytes of a number.
+// Offsets have the first integer, so the sum that is rounded is the same; only -0 becomes 0, which changes no product's
+// sum. A run has 2 columns of 32 outputs: a byte has those of one output.
+struct ConsecutiveCodes {
+    static constexpr int kColumns = 2, kBytes = kPanel;
+    using Table = LaneCodes<8>::Table;  // none
+    static Place place(int column, int output) { return {output, column * 4}; }
+    INK_INLINE static Floats integers(const char* at, int column, int vector, const Table&) {
+        Floats codes;
+        for_each_part([&](int i) {
+            const auto* outputs = reinterpret_cast<const __m128i*>(at + vector * kLanes + i * kPart);
+            const __m256i run = _mm256_cvtepu8_epi32(_mm_loadl_epi64(outputs));
+            const __m256i code = column ? _mm256_srli_epi32(run, 4) : _mm256_and_si256(run, _mm256_set1_epi32(15));
+            codes.part[i] = (Part)_mm256_cvtepi32_ps(code);
+        });
+        return codes;
+    }
+};
+template <>
+constexpr bool kFirstInOffsets<ConsecutiveCodes> = true;
+#else
+using ConsecutiveCodes = LaneCodes<4>;  // looking up is as fast
+#endif
+
+// Whether ConsecutiveCodes can read a matrix: offsets hold the first integer exactly. A scale has up to 19 bits.
+inline bool are_consecutive(const InkMatrix& m) {
+    for (int code = 1; code < 16; code++)
+        if (m.table[code] != m.table[0] + code) return false;
+    return m.table[0] == 0 || (!m.has_offsets && m.table[0] >= -31 && m.table[0] <= 31);
+}
+
 // Codes::integers() of a column behind `at`, where a run begins.
 template <class Codes>
 INK_INLINE Floats integers_of(const char* at, int column, int vector, const typename Codes::Table& table) {
@@ -156,11 +193,12 @@ struct Group {
 template <int BITS>
 constexpr const char* kGroupedName = BITS == 4 ? "packed4" : "packed8";
 
-template <int BITS>
+template <int BITS, class CODES = LaneCodes<BITS>>
 struct GroupedFloats : FloatSteps {
     static constexpr const char* kName = kGroupedName<BITS>;
     static constexpr int kBits = BITS, kScales = 2;
-    using Codes = LaneCodes<BITS>;
+    using Codes = CODES;
+    using OfConsecutive = GroupedFloats<BITS, std::conditional_t<BITS == 4, ConsecutiveCodes, CODES>>;
     INK_INLINE static Floats weights(const char* at, int column, int vector, const typename Codes::Table& table,
                                      const Group<kScales>& group) {
         return fma(integers_of<Codes>(at, column, vector, table), group.scales[vector], group.offsets[vector]);
@@ -199,6 +237,7 @@ struct GroupedPairs : PairSteps {
     static constexpr const char* kName = kGroupedName<BITS>;
     static constexpr int kBits = BITS, kScales = 4;
     using Codes = PairCodes<BITS>;
+    using OfConsecutive = GroupedPairs;
     INK_INLINE static Words weights(const char* at, int column, int vector, const typename Codes::Table& table,
                                     const Group<kScales>& group) {
         const auto eighth = [&](int i) {
@@ -221,12 +260,13 @@ INK_INLINE Floats rounded_to_bf16(const Floats& x) {
 }
 
 // Numbers of bfloat16 are computed in float32, the second one of a pair first: the bits of dot_pairs().
-template <int BITS>
+template <int BITS, class CODES = LaneCodes<BITS>>
 struct GroupedPairs {
     static constexpr const char* kName = kGroupedName<BITS>;
     static constexpr int kBits = BITS, kScales = 2, kStep = 2;
     using Number = bf16;
-    using Codes = LaneCodes<BITS>;
+    using Codes = CODES;
+    using OfConsecutive = GroupedPairs<BITS, std::conditional_t<BITS == 4, ConsecutiveCodes, CODES>>;
     struct Operand {
         Floats first, second;
     };
@@ -258,6 +298,15 @@ struct GroupedPairs {
 
 template <class W>
 concept IsGrouped = requires { W::kBits; };
+
+// f(W with the codes of this matrix).
+template <IsGrouped W, class F>
+auto with_codes(const InkMatrix& m, F&& f) {
+    using OfConsecutive = typename W::OfConsecutive;
+    if constexpr (!std::is_same_v<OfConsecutive, W>)
+        if (are_consecutive(m)) return f(OfConsecutive());
+    return f(W());
+}
 
 // Columns that a loop takes at once: whole runs and whole steps.
 template <class W>
@@ -297,8 +346,9 @@ class GroupReader {
 
   public:
     INK_INLINE GroupReader(const InkMatrix& m, const char* panel)
-        : layout_(m, W::kBits), kind_(m.scales), has_offsets_(m.has_offsets), table_(m.table), at_(panel) {
-        for (int i = 0; i < 2; i++) wraps_[i] = m.wraps ? m.wraps[i] : 0.0f;
+        : layout_(m, W::kBits), kind_(m.scales), has_offsets_(m.has_offsets), first_(m.table[0]), table_(m.table),
+          at_(panel) {
+        for (int i = 0; i < 2; i++) have_sign_[i] = !m.wraps || m.wraps[i] == 0;
     }
 
     // Calls f(first column, weights of 32 outputs) for every step of the next columns, which are whole groups.
@@ -340,9 +390,11 @@ class GroupReader {
             if (has_offsets_) read_units(units_[1]);
         }
         prefetch(layout_.head);
-        read_numbers(units_[0], wraps_[0], group.scales);
-        if (has_offsets_) read_numbers(units_[1], wraps_[1], group.offsets);
-        else for (Floats& offset : group.offsets) offset = -0.0f;  // changes no product
+        read_numbers(units_[0], have_sign_[0], group.scales);
+        if (has_offsets_) return read_numbers(units_[1], have_sign_[1], group.offsets);
+        for (int i = 0; i < W::kScales; i++)
+            if constexpr (kFirstInOffsets<Codes>) group.offsets[i] = group.scales[i] * first_;
+            else group.offsets[i] = -0.0f;  // changes no product
     }
 
     INK_INLINE void read_units(Floats* units) {
@@ -350,7 +402,7 @@ class GroupReader {
         at_ += 2 * kPanel;
     }
 
-    INK_INLINE void read_numbers(const Floats* units, float wrap, Floats* to) {
+    INK_INLINE void read_numbers(const Floats* units, bool have_sign, Floats* to) {
         Floats numbers[2];
         for (int i = 0; i < 2; i++) {
             if (kind_ == kFloat16Scales) {
@@ -358,8 +410,9 @@ class GroupReader {
             } else if (kind_ == kFloat32Scales) {
                 numbers[i] = load(reinterpret_cast<const float*>(at_) + i * kLanes);
             } else {
-                const Floats bytes = widen(load(reinterpret_cast<const int8_t*>(at_) + i * kLanes));
-                numbers[i] = by_parts([=](Part part) { return part < 0.0f ? part + wrap : part; }, bytes) * units[i];
+                const char* bytes = at_ + i * kLanes;
+                numbers[i] = units[i] * (have_sign ? widen(load(reinterpret_cast<const int8_t*>(bytes)))
+                                                   : widen(load(reinterpret_cast<const uint8_t*>(bytes))));
             }
         }
         at_ += layout_.number * kPanel;
@@ -381,10 +434,11 @@ class GroupReader {
 
     const GroupLayout layout_;
     const int kind_, has_offsets_;
+    const float first_;  // integer of the table
     const typename Codes::Table table_;
     const char* at_;
     int column_ = 0;
-    float wraps_[2];
+    bool have_sign_[2];  // multiples of scales, of offsets
     Floats units_[2][2] = {};
 };
 

@@ -65,8 +65,10 @@ void ink_pack(void* pool, const void* from, int n_rows, int k, int gate_rows, in
 void ink_pack_groups(void* pool, const InkGroups* from, int n_rows, int gate_rows, int is_bf16, const InkMatrix* to) {
     with_format_in(is_bf16, to->format, [&]<class W>(W) {
         if constexpr (IsGrouped<W>)
-            pack_groups<W>(*static_cast<Pool*>(pool), *from, n_rows, *to,
-                           [=](int panel, int output) { return source_row(panel, output, n_rows, gate_rows); });
+            with_codes<W>(*to, [&]<class Of>(Of) {
+                pack_groups<Of>(*static_cast<Pool*>(pool), *from, n_rows, *to,
+                                [=](int panel, int output) { return source_row(panel, output, n_rows, gate_rows); });
+            });
     });
 }
 

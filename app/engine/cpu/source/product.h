@@ -194,7 +194,8 @@ void product_of_groups(const typename W::Number* x, long stride, int first, int 
 template <class W>
 void product(const typename W::Number* x, long stride, int first, int last, const InkMatrix& m, int panel, int end,
              const Epilogue& epilogue) {
-    if constexpr (IsGrouped<W>) return product_of_groups<W>(x, stride, first, last, m, panel, end, epilogue);
+    if constexpr (IsGrouped<W>)
+        with_codes<W>(m, [&]<class Of>(Of) { product_of_groups<Of>(x, stride, first, last, m, panel, end, epilogue); });
     else product_of_numbers<W>(x, stride, first, last, m, panel, end, epilogue);
 }
 // The row of W that an output of a panel has; n_rows or more for padding.

@@ -174,7 +174,9 @@ class Decoder : public Executor {
             const int output = token % kPanel;
             if constexpr (IsGrouped<P>) {
                 const GroupLayout layout(*m, P::kBits);
-                embed_from(scale, row, [&](int i) { return grouped_number<P>(*m, layout, panel, i, output); });
+                with_codes<P>(*m, [&]<class Of>(Of) {
+                    embed_from(scale, row, [&](int i) { return grouped_number<Of>(*m, layout, panel, i, output); });
+                });
             } else {
                 const char* column = panel + output / kLanes * P::kBytes;
                 embed_from(scale, row, [&](int i) {

@@ -306,6 +306,19 @@ INK_INLINE Floats widen(const Vector<int8_t>& x) {
     }, x);
 }
 
+// Converts uint8 numbers to float32.
+INK_INLINE Floats widen(const Vector<uint8_t>& x) {
+    return by_parts([](auto part) {
+#if defined(__AVX512F__)
+        return (Part)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32((__m128i)part));
+#elif defined(__AVX2__)
+        return (Part)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)&part)));
+#else
+        return __builtin_convertvector(part, Part);
+#endif
+    }, x);
+}
+
 // A sum in float64, lane by lane.
 struct DoubleSum {
     using Half = PartOf<double, kPart / 2>;
