@@ -158,6 +158,17 @@ def _read_llama(keys: MetadataReader) -> Config:
     return {**sizes, **_whole_rotation(keys, sizes), **_attention_bias(keys), "mlp_bias": keys.has("blk.0.ffn_up.bias")}
 
 
+def _read_mistral3(keys: MetadataReader) -> Config:
+    """Ministral 3. Mistral Small 3 shares the name: its files are llama's, since its queries have no scale."""
+    if not (beta := keys.get("attention.temperature_scale")):
+        return {**_read_llama(keys), "model_type": "llama"}
+    sizes = _sizes(keys)
+    rope = _whole_rotation(keys, sizes)["rope_parameters"]
+    if rope["rope_type"] != "yarn":
+        raise ConfigError(f"{keys.architecture}.attention.temperature_scale is only supported with yarn")
+    return {**sizes, "rope_parameters": {**rope, "llama_4_scaling_beta": beta}, "sliding_window": None}
+
+
 def _read_qwen(keys: MetadataReader) -> Config:
     sizes = _sizes(keys)
     return {**sizes, **_whole_rotation(keys, sizes), **_attention_bias(keys)}
@@ -402,6 +413,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "granitemoe": Architecture(family="granitemoe", read=_read_granitemoe, reorders_heads=True),
     "smollm3": Architecture(family="smollm3", read=_read_llama, reorders_heads=True),
     "arcee": Architecture(family="arcee", read=_read_llama, reorders_heads=True),
+    "mistral3": Architecture(family="ministral3", read=_read_mistral3, reorders_heads=True),
     "cohere2": Architecture(family="cohere2", read=_read_cohere2),
     "nemotron": Architecture(family="nemotron", read=_read_nemotron, adds_one=True),
     "exaone4": Architecture(family="exaone4", read=_read_exaone4),

@@ -11,6 +11,8 @@ from model.gguf.metadata_reader import MetadataReader
 _CONTEXTS = tuple(2**power for power in range(4, 21))
 """Of pretraining, from which files have factors of frequencies only; most are of 8,192."""
 _TOLERANCE = 1e-5
+_HAVE_LOG_MULTIPLIER = ("mistral3",)
+"""Architectures whose files say what YaRN's factor of attention scores is divided by."""
 
 
 def read_rotation(keys: MetadataReader, head_dim: int) -> dict[str, Any]:
@@ -20,8 +22,12 @@ def read_rotation(keys: MetadataReader, head_dim: int) -> dict[str, Any]:
     factor = keys.get("rope.scaling.factor") or keys.get("rope.scale_linear") or 1.0
     original = keys.get("rope.scaling.original_context_length")
     attention_factor = _attention_factor(keys)
-    if keys.get("rope.scaling.yarn_log_multiplier"):
-        raise ConfigError(f"{keys.architecture}.rope.scaling.yarn_log_multiplier is not supported")
+    multiplier = keys.get("rope.scaling.yarn_log_multiplier")
+    if multiplier and (kind != "yarn" or keys.architecture not in _HAVE_LOG_MULTIPLIER):
+        raise ConfigError(
+            f"{keys.architecture}.rope.scaling.yarn_log_multiplier is only supported with the type yarn in models of "
+            f"{', '.join(_HAVE_LOG_MULTIPLIER)}"
+        )
     if type(factor) not in (int, float) or not 0 < factor < 1e9:
         raise ConfigError(f"{keys.architecture}.rope.scaling.factor cannot be {factor!r:.40}")
     betas = {name: keys.get(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
@@ -48,7 +54,8 @@ def read_rotation(keys: MetadataReader, head_dim: int) -> dict[str, Any]:
     elif kind == "yarn":
         rope |= {"rope_type": "yarn", "factor": factor, **context}
         rope |= {name: beta for name, beta in betas.items() if beta is not None}
-        _check_yarn(keys, factor, attention_factor)
+        rope |= {"mscale": 1.0, "mscale_all_dim": multiplier} if multiplier else {}
+        _check_yarn(keys, 1.0 if multiplier else factor, attention_factor)
     elif kind not in (None, "none", "linear"):
         raise ConfigError(f"{keys.architecture}.rope.scaling.type {kind!r:.40} is not supported")
     if frequencies := keys.floats("rope_freqs.weight"):
@@ -68,7 +75,10 @@ def _attention_factor(keys: MetadataReader) -> Any:
 
 
 def _check_yarn(keys: MetadataReader, factor: float, attention_factor: Any) -> None:
-    """Files have the factor that is usual for YaRN, as a whole or as a multiple of it; others are not supported."""
+    """Files have the factor that is usual for YaRN, as a whole or as a multiple of it; others are not supported.
+
+    factor: 1 if a log multiplier makes the factor of attention scores, by which it may only be multiplied.
+    """
     usual = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
     if attention_factor is not None and not any(
         math.isclose(attention_factor, number, rel_tol=1e-4) for number in (1.0, usual)

@@ -22,6 +22,7 @@ from model.checkpoint.gguf_directory import MadeFiles, version_of_gguf
 from model.checkpoint.gguf_files import make_files
 from model.checkpoint.stored_weights import find_weights
 from model.config import ModelConfig
+from model.families.registry import read_config
 from model.files import CheckpointError
 from model.gguf.architectures import ARCHITECTURES
 from model.gguf.gguf_model import GgufModel
@@ -135,6 +136,8 @@ def _read(path: Path, metadata: dict[str, Any], architecture: str = "llama", **t
     [
         ({"expert_count": 8}, "'llama.expert_count' is not supported"),
         ({"attention.something_new": 2}, "'llama.attention.something_new' is not supported"),
+        ({"attention.temperature_scale": 0.1}, "'llama.attention.temperature_scale' is not supported"),
+        ({"rope.scaling.type": "yarn", "rope.scaling.yarn_log_multiplier": 1.0}, "log_multiplier is only supported"),
         ({"block_count": None}, "llama.block_count is missing"),
         ({"block_count": 2**31}, "block_count cannot be 2147483648"),
         ({"block_count": "one"}, "block_count cannot be 'one'"),
@@ -164,6 +167,57 @@ def test_metadata_that_say_another_model_are_refused(changes: dict[str, Any], re
     with pytest.raises(CheckpointError, match=reason) as error:
         _read(tmp_path, _tiny(**changes))
     assert str(error.value).startswith(str(tmp_path / "a.gguf"))
+
+
+# What the published GGUF files of Ministral 3 say.
+_MINISTRAL = {"rope.scaling.type": "yarn", "rope.scaling.factor": 16.0, "rope.scaling.original_context_length": 16384}
+_MINISTRAL |= {"rope.freq_base": 1e6, "rope.scaling.yarn_beta_fast": 32.0, "rope.scaling.yarn_beta_slow": 1.0}
+_MINISTRAL |= {"rope.scaling.yarn_log_multiplier": 1.0, "attention.temperature_scale": 0.1, "rope.dimension_count": 8}
+
+
+def _mistral3(**changes: Any) -> dict[str, Any]:
+    return {key.replace("llama", "mistral3"): value for key, value in _tiny(**{**_MINISTRAL, **changes}).items()}
+
+
+@pytest.mark.parametrize(("multiplier", "attention_factor"), [(1.0, 1.0), (0.5, 1.12175), (0.0, 1.27726)])
+def test_the_scales_of_mistral3_are_read(multiplier: float, attention_factor: float, tmp_path: Path) -> None:
+    read = _read(tmp_path, _mistral3(**{"rope.scaling.yarn_log_multiplier": multiplier}), "mistral3").config
+    family, config = read_config(read)
+    rope = config.layer_kinds[0].rope
+    assert rope and config.query_scale and family.name == "ministral3" and config.layer_kinds[0].window is None
+    assert (config.query_scale.beta, config.query_scale.original_context) == (0.1, 16384)
+    assert (rope.kind, rope.theta, rope.factor, rope.original_context) == ("yarn", 1e6, 16.0, 16384)
+    assert (rope.beta_fast, rope.beta_slow) == (32.0, 1.0)
+    assert rope.attention_factor == pytest.approx(attention_factor, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"attention.temperature_scale": -0.1}, "llama_4_scaling_beta cannot be -0.1"),
+        ({"attention.temperature_length": 8}, "'mistral3.attention.temperature_length' is not supported"),
+        (
+            {"rope.scaling.type": "linear"},
+            "yarn_log_multiplier is only supported with the type yarn in models of mistr",
+        ),
+        ({"rope.scaling.yarn_log_multiplier": "1"}, "mscale"),
+        ({"rope.scaling.attn_factor": 1.27726}, "attn_factor 1.27726 is not supported"),
+        ({name: None for name in _MINISTRAL if "yarn" in name} | {"rope.scaling.type": "linear"}, "only .* with yarn"),
+        ({"expert_count": 4}, "'mistral3.expert_count' is not supported"),
+    ],
+)
+def test_other_scales_of_mistral3_are_refused(changes: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=reason):
+        _read(tmp_path, _mistral3(**changes), "mistral3")
+
+
+def test_mistral3_without_a_scale_of_queries_is_llama(tmp_path: Path) -> None:
+    save_original(_LARGEST["mistral"], tmp_path)
+    with _opened(write_converted(tmp_path, tmp_path / "model.gguf", architecture="mistral3")) as directory:
+        found, expected = _load(directory), _load(tmp_path)
+    assert _differences(found.weights.config, expected.weights.config) == {}
+    state = found.decoder.state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in expected.decoder.state_dict().items())
 
 
 _LONG, _SHORT = ({f"rope_factors_{name}.weight": np.linspace(1, 8, 4, dtype=np.float32)} for name in ("long", "short"))
@@ -240,6 +294,7 @@ _NAMES = (
     *("block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count"),
     *("attention.head_count_kv", "attention.key_length", "attention.value_length", "attention.layer_norm_rms_epsilon"),
     *("attention.layer_norm_epsilon", "attention.sliding_window", "attention.sliding_window_pattern", "logit_scale"),
+    *("attention.temperature_scale", "rope.scaling.yarn_log_multiplier"),
     *("attention.clamp_kqv", "attention.scale", "embedding_scale", "residual_scale", "final_logit_softcapping"),
     *("rope.freq_base", "rope.freq_base_swa", "rope.dimension_count", "rope.scaling.type", "rope.scaling.factor"),
     *("rope.scaling.original_context_length", "rope.scaling.attn_factor", "rope.scaling.yarn_beta_fast"),

@@ -24,6 +24,7 @@ from tests.support.model.gguf_files import add_value, write_whole
 Tensors = Iterator[tuple[str, Array]]
 ARCHITECTURE_OF = {
     **dict.fromkeys(("llama", "mistral"), "llama"),
+    "ministral3": "mistral3",
     **{name: name for name in ("qwen2", "qwen3", "gemma", "gemma2", "gpt2", "phi3", "starcoder2", "stablelm")},
     **{name: name for name in ("olmo", "olmo2", "olmoe", "falcon", "granite", "granitemoe", "smollm3", "arcee")},
     **{name: name for name in ("cohere2", "nemotron", "exaone4", "glm4", "ernie4_5", "seed_oss", "jais2")},
@@ -39,7 +40,7 @@ ARCHITECTURE_OF = {
     "hunyuan_v1_dense": "hunyuan-dense",
 }
 """model_type -> general.architecture."""
-_PERMUTED = ("llama", "mistral", "olmo", "granite", "granitemoe", "granitemoeshared", "smollm3", "arcee")
+_PERMUTED = ("llama", "mistral", "ministral3", "olmo", "granite", "granitemoe", "granitemoeshared", "smollm3", "arcee")
 _ONE_ADDED = ("gemma", "gemma2", "gemma3_text", "nemotron")
 
 
@@ -51,14 +52,15 @@ def write_converted(
     is_unpacked: bool = False,
     rounds_to_bfloat16: bool = False,
     tokenizer: dict[str, Any] | None = None,
+    architecture: str | None = None,
 ) -> Path:
     """The checkpoint of a directory as a GGUF file.
 
     kind: type of matrices whose rows it fits. is_unpacked: writes the numbers of that type as F32.
-    rounds_to_bfloat16: all numbers of the checkpoint. tokenizer: its metadata.
+    rounds_to_bfloat16: all numbers of the checkpoint. tokenizer: its metadata. architecture: in place of the family's.
     """
     config = json.loads((directory / "config.json").read_text())
-    name = ARCHITECTURE_OF[config["model_type"]]
+    name = architecture or ARCHITECTURE_OF[config["model_type"]]
     writer = gguf.GGUFWriter(path, name)
     _add_metadata(writer, config)
     for key, value in (tokenizer or {"tokenizer.ggml.tokens": ["a"]}).items():
@@ -288,11 +290,18 @@ def _add_rope(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
             writer.add_rope_scaling_type(types.YARN)
             writer.add_rope_scaling_factor(rope["factor"])
             writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+            if rope.get("beta_fast") is not None:
+                writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+            if rope.get("beta_slow") is not None:
+                writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
         case "longrope":
             writer.add_rope_scaling_orig_ctx_len(config["original_max_position_embeddings"])
             scale = config["max_position_embeddings"] / config["original_max_position_embeddings"]
             usual = math.sqrt(1 + math.log(scale) / math.log(config["original_max_position_embeddings"]))
             writer.add_rope_scaling_attn_factors(rope.get("attention_factor") or (usual if scale > 1 else 1.0))
+    if config["model_type"] == "ministral3":
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
     local = (config.get("rope_parameters") or {}).get("sliding_attention")
     if config["model_type"] == "gemma3_text" and local:
         writer.add_float32("gemma3.rope.freq_base_swa", local["rope_theta"])

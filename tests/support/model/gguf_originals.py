@@ -11,7 +11,7 @@ from tests.support.model.hub_checkpoints import CASES, family_name, reference_co
 
 _ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "activation")
 _NO_WINDOW = {
-    **{name: {"sliding_window": None} for name in ("mistral", "starcoder2")},
+    **{name: {"sliding_window": None} for name in ("mistral", "ministral3", "starcoder2")},
     **{name: {"use_sliding_window": False, "layer_types": None} for name in ("qwen2", "qwen3", "qwen3_moe", "smollm3")},
 }
 """Windows that the converter leaves out."""
@@ -29,6 +29,7 @@ _UNSUPPORTED = {
     "falcon-b": "a residual that is not parallel",
     "falcon-e": "heads that are interleaved and have their own keys",
     "gpt_bigcode-b": "heads that have their own keys",
+    "ministral3-c": "a rotation that is not yarn",
 }
 """Cases that llama.cpp does not convert, or computes wrongly."""
 GGUF_CASES = [case for case in CASES if family_name(case) in ARCHITECTURE_OF and case not in _UNSUPPORTED]
