@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
-from model.checkpoint.family_tensors import FamilyTensor, family_tensors
+from model.checkpoint.family_tensors import FamilyTensor, family_constants, family_tensors
 from model.checkpoint.group_quantizer import packed_words, quantized_symmetric
 from model.checkpoint.stored_numbers import NUMBER_FORMATS, dequantized, mapped
 from model.checkpoint.stored_weights import StoredWeights, row_order
@@ -263,10 +263,11 @@ def _family_outputs(
 ) -> list[_Output]:
     assert dtype is not None
     shapes = {name: shape for mapping in mappings.values() for name, shape in mapping.source}
-    return [
+    outputs = [
         _Output(tensor.same() or tensor, name, shapes[name], dtype, groups.get(name, 0))
         for name, tensor in family_tensors(weights, mappings).items()
     ]
+    return outputs + [_Output(stored, name, (), dtype) for name, stored in family_constants(weights, mappings).items()]
 
 
 def _names(weights: StoredWeights) -> list[str]:

@@ -68,9 +68,17 @@ class FamilyTensor:
 
 def family_tensors(weights: StoredWeights, mappings: Mapping[str, TensorMapping]) -> dict[str, FamilyTensor]:
     """The tensors of these mappings of the family, by its names."""
-    assert not any(mapping.constants for mapping in mappings.values()), "files have no constants to read"
     return {
         name: FamilyTensor(weights=weights, stored=weights.mappings[target], written=mapping, index=index)
         for target, mapping in mappings.items()
         for index, (name, _) in enumerate(mapping.source)
+    }
+
+
+def family_constants(weights: StoredWeights, mappings: Mapping[str, TensorMapping]) -> dict[str, StoredTensor]:
+    """The constants of these mappings of the family, by its names: the files have as many for each tensor."""
+    return {
+        name: weights.tensors[stored]
+        for target, mapping in mappings.items()
+        for (name, _), (stored, _) in zip(mapping.constants, weights.mappings[target].constants, strict=True)
     }

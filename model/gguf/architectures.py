@@ -71,6 +71,8 @@ class Architecture:
     """Whether the converter reorders the rows of queries and keys."""
     adds_one: bool = False
     """Whether it adds 1 to the weights of norms."""
+    layer_arrays: tuple[str, ...] = ()
+    """Keys of arrays in the metadata that hold a parameter or a constant of each layer; see layer_tensors()."""
 
     def family_of_files(self, family: FamilySpec, tensors: Collection[str]) -> FamilySpec:
         """The family with the names and the layout of files that have these tensors."""
@@ -81,11 +83,12 @@ class Architecture:
             found |= _TWO_NORMS
         if isinstance(family.names.get("blocks.N.mlp.up"), str):
             found["blocks.N.mlp.up"] = f"{_LAYER}.ffn_up"
+        layout = family.layout if self.layer_arrays else _unchanged  # which checks the constants
         is_interleaved = self.reorders_heads or family.name in _INTERLEAVED
         return replace(
             family,
             names={module: found[module] for module in family.names if module in found},
-            layout=rotation_interleaved if is_interleaved else _unchanged,
+            layout=rotation_interleaved if is_interleaved else layout,
             fused={},
             prefix="",
             ignored=UNUSED,
@@ -390,6 +393,7 @@ def _read_jais2(keys: MetadataReader) -> Config:
     return {**sizes, **_whole_rotation(keys, sizes), **biases}
 
 
+_XIELU = tuple(f"xielu.{name}" for name in ("alpha_p", "alpha_n", "beta", "eps"))
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture(family="llama", read=_read_llama, reorders_heads=True),
     "qwen2": Architecture(family="qwen2", read=_read_qwen),
@@ -424,5 +428,11 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "hunyuan-dense": Architecture(family="hunyuan_v1_dense", read=_read_hunyuan),
     "seed_oss": Architecture(family="seed_oss", read=_read_seed_oss, names=_NORM_BEFORE_MLP),
     "jais2": Architecture(family="jais2", read=_read_jais2),
+    "apertus": Architecture(
+        family="apertus",
+        read=_read_qwen,
+        names={"blocks.N.mlp.activation": (f"{_LAYER}.xielu.alpha_p", f"{_LAYER}.xielu.alpha_n")},
+        layer_arrays=_XIELU,
+    ),
 }
 """By general.architecture."""

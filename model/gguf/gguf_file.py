@@ -56,6 +56,8 @@ class MetadataArray:
     count: int
     content: bytes = field(repr=False)
     """As it lies in the file."""
+    start: int
+    """Offset of its first item in the file."""
 
     @property
     def has_bytes(self) -> bool:
@@ -244,7 +246,7 @@ class _Reader:
             size = count * struct.calcsize(f"<{SCALARS[kind]}")
             self._require(size)
             self.at += size
-        return MetadataArray(kind, count, self.content[start : self.at])
+        return MetadataArray(kind, count, self.content[start : self.at], start)
 
     def _skip_texts(self, count: int) -> None:
         at, last, content, length = self.at, self.end - 8, self.content, _U64.unpack_from

@@ -32,6 +32,7 @@ class GgufModel:
 
     files: tuple[GgufFile, ...]
     tensors: Mapping[str, tuple[GgufFile, GgufTensor]]
+    """By name, with those of Architecture.layer_arrays."""
     architecture: Architecture
     config: Mapping[str, Any]
     """Its config.json."""
@@ -56,6 +57,8 @@ class GgufModel:
                 **architecture.read(reader),
             }
             reader.check_all_read()
+            for key in architecture.layer_arrays:
+                tensors |= {tensor.name: (files[0], tensor) for tensor in reader.layer_tensors(key)}
             config = {"architectures": [read_config(config)[0].architecture], **config}
             generation = _generation(files[0].metadata)
         except ConfigError as error:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from model.config import MAX_ROPE_FACTORS, ConfigError
-from model.gguf.gguf_file import GgufFile, GgufTensor, MetadataArray, Value
+from model.gguf.ggml_types import GGML_TYPES
+from model.gguf.gguf_file import SCALARS, GgufFile, GgufTensor, MetadataArray, Value
 
 _HARMLESS = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "rope.scaling.yarn_ext_factor")
 """Keys that change nothing here: the rows of the embedding count, and the others are of other programs."""
@@ -92,6 +93,20 @@ class MetadataReader:
         with owner.mapped(found) as content:
             numbers = struct.unpack_from(f"<{found.shape[0]}f", content, found.start)
         return [shortest(number) for number in numbers]
+
+    def layer_tensors(self, key: str) -> Iterator[GgufTensor]:
+        """The numbers of an array with one for each layer, as the tensors blk.N.KEY, which lie where the array does.
+
+        key: without an architecture before it. Raises ConfigError.
+        """
+        values, count = self.metadata.get(key), self.layers()
+        if not isinstance(values, MetadataArray) or SCALARS.get(values.kind) != "f" or values.count != count:
+            raise ConfigError(
+                f"the metadata key {key} must be an array of F32 with one number for each of {count} layers"
+            )
+        number = GGML_TYPES[0]
+        for layer in range(count):
+            yield GgufTensor(f"blk.{layer}.{key}", number, (1,), values.start + layer * number.n_bytes)
 
     def check_all_read(self) -> None:
         """Raises ConfigError if a key or a tensor of a rotation would change the model and was not read."""

@@ -29,7 +29,7 @@ from tests.support.model.tiny_models import VOCAB
 
 CASES = [
     *("llama-b", "qwen2-b", "gpt2-b", "gemma3_text-a", "phi3-a", "falcon-c", "gpt_neox-a", "cohere2-a"),
-    *("exaone4-b", "qwen3_moe-b", "granitemoe-a", "gpt_oss-a", "ernie4_5_moe-a", "ministral3-b"),
+    *("exaone4-b", "qwen3_moe-b", "granitemoe-a", "gpt_oss-a", "ernie4_5_moe-a", "ministral3-b", "apertus-b"),
 ]
 """Reordered rows, tied heads, transposed and fused matrices, norms of 1 + weight, single and stacked experts."""
 CPU = torch.device("cpu")

@@ -20,6 +20,8 @@ import torch
 from model.checkpoint.checkpoint import Checkpoint, load
 from model.checkpoint.gguf_directory import MadeFiles, version_of_gguf
 from model.checkpoint.gguf_files import make_files
+from model.checkpoint.gguf_index import index_gguf
+from model.checkpoint.stored_numbers import mapped
 from model.checkpoint.stored_weights import find_weights
 from model.config import ModelConfig
 from model.families.registry import read_config
@@ -218,6 +220,44 @@ def test_mistral3_without_a_scale_of_queries_is_llama(tmp_path: Path) -> None:
     assert _differences(found.weights.config, expected.weights.config) == {}
     state = found.decoder.state_dict()
     assert all(torch.equal(state[name], tensor) for name, tensor in expected.decoder.state_dict().items())
+
+
+_XIELU = {"xielu.alpha_p": [0.1, 1e-8], "xielu.alpha_n": [-3.0, 0.7], "xielu.beta": [0.5] * 2, "xielu.eps": [-1e-6] * 2}
+
+
+def _apertus(**changes: Any) -> dict[str, Any]:
+    sizes = {key.replace("llama", "apertus"): value for key, value in _tiny(block_count=2).items()}
+    return {key: value for key, value in {**sizes, **_XIELU, **changes}.items() if value is not None}
+
+
+@pytest.mark.parametrize("shift", range(4))
+def test_arrays_of_layers_are_tensors_wherever_they_lie(shift: int, tmp_path: Path) -> None:
+    model = _read(tmp_path, {"general.name": "x" * shift, **_apertus()}, "apertus")
+    found = {name: stored for name, stored in index_gguf(model).tensors.items() if "xielu" in name}
+    assert {name: mapped(stored).tolist() for name, stored in found.items()} == {
+        f"blk.{layer}.{key}": [np.float32(numbers[layer])] for key, numbers in _XIELU.items() for layer in range(2)
+    }
+
+
+@pytest.mark.parametrize("value", [None, 0.5, "x", [0.5], [0.5] * 3, [1, 1], ["x", "y"], [True, True]])
+@pytest.mark.parametrize("key", _XIELU)
+def test_arrays_of_layers_have_one_number_for_each(key: str, value: Any, tmp_path: Path) -> None:
+    wrong = f"the metadata key {key} must be an array of F32 with one number for each of 2 layers"
+    with pytest.raises(CheckpointError, match=wrong):
+        _read(tmp_path, _apertus(**{key: value}), "apertus")
+
+
+@pytest.mark.parametrize(("name", "number", "only"), [("beta", 0.7, "0.5"), ("eps", -1e-3, "-1e-06")])
+def test_other_constants_of_xielu_are_refused(name: str, number: float, only: str, tmp_path: Path) -> None:
+    model = save_original("apertus-b", tmp_path)
+    getattr(model.model.layers[1].mlp.act_fn, name).fill_(number)
+    model.save_pretrained(tmp_path)
+    wrong = rf"blk\.1\.xielu\.{name} {number:g} is not supported, only {only}"
+    with (
+        _opened(write_converted(tmp_path, tmp_path / "model.gguf")) as directory,
+        pytest.raises(CheckpointError, match=wrong),
+    ):
+        find_weights(directory)
 
 
 _LONG, _SHORT = ({f"rope_factors_{name}.weight": np.linspace(1, 8, 4, dtype=np.float32)} for name in ("long", "short"))

@@ -1,7 +1,8 @@
 """Writes checkpoints of transformers as GGUF files, as llama.cpp's converter does, from its rules and not from ours.
 
 The gguf package knows the names of the tensors. What the converter does besides: it reorders rows of queries and keys
-for rotations of neighboring numbers, transposes and splits matrices, stacks experts, and adds 1 to norms.
+for rotations of neighboring numbers, transposes and splits matrices, stacks experts, adds 1 to norms, and writes the
+numbers of xIELU as arrays of the metadata.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ Tensors = Iterator[tuple[str, Array]]
 ARCHITECTURE_OF = {
     **dict.fromkeys(("llama", "mistral"), "llama"),
     "ministral3": "mistral3",
+    "apertus": "apertus",
     **{name: name for name in ("qwen2", "qwen3", "gemma", "gemma2", "gpt2", "phi3", "starcoder2", "stablelm")},
     **{name: name for name in ("olmo", "olmo2", "olmoe", "falcon", "granite", "granitemoe", "smollm3", "arcee")},
     **{name: name for name in ("cohere2", "nemotron", "exaone4", "glm4", "ernie4_5", "seed_oss", "jais2")},
@@ -63,6 +65,7 @@ def write_converted(
     name = architecture or ARCHITECTURE_OF[config["model_type"]]
     writer = gguf.GGUFWriter(path, name)
     _add_metadata(writer, config)
+    _add_xielu(writer, directory)
     for key, value in (tokenizer or {"tokenizer.ggml.tokens": ["a"]}).items():
         add_value(writer, key, value)
     number = next(number for number, known in gguf.MODEL_ARCH_NAMES.items() if known == name)
@@ -88,8 +91,7 @@ def write_converted(
 
 
 def _converted(directory: Path, config: dict[str, Any], *, rounds_to_bfloat16: bool) -> Tensors:
-    files = sorted(directory.glob("*.safetensors"))
-    tensors = {name: tensor.float() for file in files for name, tensor in load_file(file).items()}
+    tensors = {name: tensor for name, tensor in _tensors(directory).items() if ".act_fn." not in name}
     if rounds_to_bfloat16:
         tensors = {name: tensor.bfloat16().float() for name, tensor in tensors.items()}
     family = config["model_type"]
@@ -104,6 +106,21 @@ def _converted(directory: Path, config: dict[str, Any], *, rounds_to_bfloat16: b
             if family in _ONE_ADDED and target.endswith("norm.weight"):
                 part = part + 1
             yield target, part.contiguous().numpy()
+
+
+def _tensors(directory: Path) -> dict[str, torch.Tensor]:
+    files = sorted(directory.glob("*.safetensors"))
+    return {name: tensor.float() for file in files for name, tensor in load_file(file).items()}
+
+
+def _add_xielu(writer: gguf.GGUFWriter, directory: Path) -> None:
+    of_layers: dict[str, dict[int, float]] = {}
+    for name, tensor in _tensors(directory).items():
+        if found := re.search(r"layers\.(\d+)\.mlp\.act_fn\.(\w+)$", name):
+            of_layers.setdefault(found[2], {})[int(found[1])] = tensor.item()
+    for name, numbers in of_layers.items():
+        add = getattr(writer, f"add_xielu_{name}")
+        add([numbers[layer] for layer in range(len(numbers))])
 
 
 def _stacked(tensors: dict[str, torch.Tensor]) -> Tensors:
