@@ -203,6 +203,7 @@ def test_few_and_many_tokens_of_an_expert_use_one_kind_of_matrix_unit(compiled: 
             if not model.startswith("sigmoid32"):
                 assert len(units) == 1 and units[0].startswith(MATRIX_UNITS[capability]), (capability, name)
                 n_products = 1 + (rest == "expert_up_kernel") if model.startswith("int4") else 0
+                n_products *= 1 + (capability == 100)  # where Triton's layout has each weight in two threads
                 assert facts["fused"] == many["fused"] == n_products * WEIGHTS_PER_THREAD, (capability, name)
     both = {f"expert_{what}_kernel" for what in ("up", "down")}
     assert {
