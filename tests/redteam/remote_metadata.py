@@ -94,7 +94,8 @@ def draw(rng: Random) -> Lie:
             weights = next(entry for entry in info["siblings"] if "lfs" in entry)
             weights["lfs"][key] = value
         elif kind == "rfilename":
-            info["siblings"].append({**entry, "rfilename": f"{value}.json" if value in _PATHS else value})
+            name = value if value not in _PATHS else f"{value}/evil.json" if value == ".." else f"{value}.json"
+            info["siblings"].append({**entry, "rfilename": name})
         else:
             config = next(entry for entry in info["siblings"] if entry["rfilename"] == "config.json")
             config[kind] = value
