@@ -410,6 +410,7 @@ def _facts(kernel: Any) -> dict[str, Any]:
         "stack": stack + local,
         "stack_in_loops": stack_accesses_in_loops(machine_code),
         "fused": fused_products(code),
+        "dequantized": dequantizations(code),
         "units": sorted(set(re.findall(r"(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)\S+", code))),
         "layouts": sorted(set(re.findall(r"#ttg\.nvidia_mma<\{[^}]*\}>", kernel.asm["ttgir"]))),
         "copies": code.count("cp.async.c"),
@@ -425,6 +426,13 @@ def fused_products(code: str) -> int:
     """
     minus_zeros = {*re.findall(r"\bmov\.b\d+\s+(%\w+), 0x8000(?:8000)?;", code)}
     return sum(addend not in minus_zeros for addend in re.findall(r"\bfma\.[^;]*,\s*([^,;]+);", code))
+
+
+def dequantizations(code: str) -> int:
+    """How many of the fused_products() multiply an integer, as scale * integer + offset does."""
+    integers = {*re.findall(r"\bcvt\.rn\.f32\.[su]\d+\s+(%\w+),", code)}
+    factors = re.findall(r"\bfma\.rn\.f32\s+%\w+,\s*([^,]+),\s*([^,]+),", code)
+    return sum(not integers.isdisjoint(pair) for pair in factors)
 
 
 def stack_accesses_in_loops(machine_code: str) -> list[int]:

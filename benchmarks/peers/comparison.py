@@ -197,6 +197,8 @@ def server_starts(workspace: Workspace, engines: Sequence[str], model: Model, pr
             starts[name] = partial(_llama_server, workspace, name, model, precision)
         if name == "vllm":
             starts[name] = partial(_vllm_server, workspace, model, precision)
+        if name in OUR_PRECISIONS:
+            starts[name] = partial(_our_service, workspace, model, OUR_PRECISIONS[name])
     starts["our bare engine"] = partial(_engine, workspace, OURS, model, precision)
     if "openvino" in engines:
         starts["openvino in process"] = partial(_engine, workspace, "openvino", model, precision)
@@ -248,7 +250,7 @@ def _our_service(workspace: Workspace, model: Model, precision: str) -> Iterator
     flags: list[str | Path] = ["--weights", model.directory, "--device", "cpu"]
     flags += ["--dtype", dtype_for(precision, model.directory)]
     flags += ["--threads", str(workspace.threads), "--quantize", quantize_for(precision)]
-    with _serving(workspace, serve_command(*flags), "our-service", "/health/ready") as target:
+    with _serving(workspace, serve_command(*flags), f"our-service-{precision}", "/health/ready") as target:
         yield {}, target
 
 

@@ -210,7 +210,7 @@ class _Installed(Workspace):
 def _servers(folder: Path, body: str, precision: str = "bf16") -> Mapping[str, Start]:
     _program(folder / "python", body)
     workspace = _Installed(folder=folder, threads=3, batch=32, length=513)
-    names = ["vllm", "transformers", "llama.cpp-q8_0", "llama.cpp"]
+    names = ["vllm", "transformers", "llama.cpp-q8_0", "llama.cpp", "inkstream-int8"]
     return server_starts(workspace, names, _model(folder / "C"), precision)
 
 
@@ -230,7 +230,7 @@ HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).
 
 def test_vllm_serves_the_same_model_with_as_many_threads_as_the_others(tmp_path: Path) -> None:
     servers = _servers(tmp_path, _SERVER)
-    assert list(servers) == ["inkstream", "vllm", "llama.cpp-q8_0", "llama.cpp", "our bare engine"]
+    assert list(servers) == ["inkstream", "vllm", "llama.cpp-q8_0", "llama.cpp", "inkstream-int8", "our bare engine"]
     with servers["vllm"]():
         arguments, threads = json.loads((tmp_path / "python.json").read_text())
     assert threads == {"OMP_NUM_THREADS": "3", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}

@@ -23,7 +23,7 @@ class Matrix(Structure):
     """Mirrors InkMatrix."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("packed", "bias", "scale", "next", "wraps")),
+        *((name, c_void_p) for name in ("packed", "bias", "scale", "next", "have_sign")),
         *((name, c_int32) for name in ("outputs", "steps", "format", "group", "scales", "has_offsets")),
         ("table", c_int8 * 16),
     )

@@ -23,7 +23,7 @@ from model.cache_formats import KvCache
 from model.config import Activation, ExpertScore, ModelConfig
 from model.decoder_program import Kind, Operation, Register, Weight, decoder_program
 from model.number_formats import Array, as_float32
-from model.packed_matrix import GroupNumbers, PackedFormat, PackedMatrix, ScaleKind, common_format, concatenate
+from model.packed_matrix import PackedFormat, PackedMatrix, ScaleKind, common_format, concatenate
 from model.positions import query_scale_table, rope_table, sinusoid_table
 from model.quantize import PackedWeights
 
@@ -384,7 +384,7 @@ class PackedDecoder:
         n_bytes = self._library.ink_grouped_bytes(described, self._is_bf16)
         start = self.memory.allocate(count * n_bytes)
         whole = None if self._is_restored else _checked(weight, concatenate(read[part.parts]), stored, (part.rows, k))
-        described.wraps = self._stored(LANES, lambda: _wraps(whole)) if stored.scales == "multiples" else 0
+        described.have_sign = self._stored(LANES, lambda: _signs(whole)) if stored.scales == "multiples" else 0
         matrices = []
         for index in range(count):
             matrix = Matrix.from_buffer_copy(described)
@@ -496,14 +496,11 @@ def _checked(weight: Weight, matrix: PackedMatrix, stored: PackedFormat, shape: 
     return matrix
 
 
-def _wraps(matrix: PackedMatrix | None) -> Array:
-    """What the kernels add to bytes below 0, of scales and of offsets: 256 if bytes have no sign."""
+def _signs(matrix: PackedMatrix | None) -> Array:
+    """Whether multiples have a sign, of scales and of offsets: 1 or 0."""
     assert matrix
-
-    def wrap(numbers: GroupNumbers | None) -> float:
-        return 256.0 if numbers and numbers.values.dtype == np.uint8 else 0.0
-
-    return _padded(np.array([wrap(matrix.scales), wrap(matrix.offsets)], np.float32), LANES)
+    have_sign = [numbers is not None and numbers.values.dtype == np.int8 for numbers in (matrix.scales, matrix.offsets)]
+    return _padded(np.array(have_sign, np.float32), LANES)
 
 
 def _round_up(size: int, unit: int) -> int:

@@ -176,16 +176,18 @@ class Model {
         return &matrices_.back();
     }
 
-    // The largest group that divides a row, and each kind of scales in turn.
+    // The largest group that divides a row; each kind of scales in turn, with tables of both kinds.
     const InkMatrix* grouped_matrix(int n_rows, int k, int gate_rows, bool has_bias) {
         const int panels = gate_rows ? (gate_rows + kLanes - 1) / kLanes : (n_rows + kPanel - 1) / kPanel;
         const int turn = int(matrices_.size() % 4), kind = std::min(turn, 2);
         InkMatrix m = {.bias = has_bias ? floats(panels * kPanel) : nullptr, .outputs = panels * kPanel,
                        .steps = ink_steps(k, is_bf16_, format_), .format = format_, .group = std::min(k & -k, 128),
                        .scales = kind, .has_offsets = turn % 2};
-        for (int code = 0; code < 16; code++) m.table[code] = int8_t(code * code / 2 - 5 * code);
-        floats_.push_back({256.0f, 0.0f});
-        m.wraps = floats_.back().data();
+        const bool is_consecutive = matrices_.size() / 4 % 2;
+        for (int code = 0; code < 16; code++)
+            m.table[code] = int8_t(is_consecutive ? code - 8 * !m.has_offsets : code * code / 2 - 5 * code);
+        floats_.push_back({0.0f, 1.0f});
+        m.have_sign = floats_.back().data();
         const size_t count = size_t(n_rows) * (k / m.group), units = size_t(n_rows) * ((k + 255) / 256);
         const auto halves = [](size_t n) {
             std::vector<uint16_t> made;

@@ -348,7 +348,7 @@ class GroupReader {
     INK_INLINE GroupReader(const InkMatrix& m, const char* panel)
         : layout_(m, W::kBits), kind_(m.scales), has_offsets_(m.has_offsets), first_(m.table[0]), table_(m.table),
           at_(panel) {
-        for (int i = 0; i < 2; i++) have_sign_[i] = !m.wraps || m.wraps[i] == 0;
+        for (int i = 0; i < 2; i++) have_sign_[i] = m.have_sign && m.have_sign[i] != 0;
     }
 
     // Calls f(first column, weights of 32 outputs) for every step of the next columns, which are whole groups.
@@ -458,8 +458,7 @@ float grouped_number(const InkMatrix& m, const GroupLayout& layout, const char* 
         if (m.scales == kFloat16Scales) return scalar_from_f16(at);
         float number;
         if (m.scales == kFloat32Scales) return std::memcpy(&number, at, sizeof number), number;
-        number = float(static_cast<int8_t>(*at));
-        if (number < 0 && m.wraps) number += m.wraps[i];
+        number = m.have_sign[i] != 0 ? float(int8_t(*at)) : float(uint8_t(*at));
         return number * scalar_from_f16(units + (i * kPanel + output) * sizeof(uint16_t));
     };
     const int of_group = column % m.group;

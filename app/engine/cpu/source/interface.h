@@ -13,7 +13,7 @@ struct InkMatrix {
     const void* packed;
     const float *bias, *scale;
     const InkMatrix* next;   // the outputs that follow these, which are whole panels, in another format; or null
-    const float* wraps;      // what is added to bytes below 0 that are multiples, of scales and of offsets: 0 or 256
+    const float* have_sign;  // 1 or 0: whether multiples are int8 or uint8, of scales and of offsets
     int32_t outputs, steps;  // outputs in whole panels
     int32_t format, group;   // group: columns that share a scale: 16, 32, 64 or 128
     int32_t scales, has_offsets;  // scales: see ScaleKind in grouped.h

@@ -293,26 +293,19 @@ INK_INLINE Floats dot_pairs(const Words& a, const Words& b, const Floats& c) {
 #endif
 }
 
-// Converts int8 numbers to float32. (GCC 12 compiles the last form number by number.)
-INK_INLINE Floats widen(const Vector<int8_t>& x) {
+// Converts int8 or uint8 numbers to float32. (GCC 12 compiles the last form number by number.)
+template <class T>
+    requires(sizeof(T) == 1)
+INK_INLINE Floats widen(const Vector<T>& x) {
     return by_parts([](auto part) {
 #if defined(__AVX512F__)
-        return (Part)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)part));
+        const __m128i bytes = (__m128i)part;
+        const __m512i ints = std::is_signed_v<T> ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes);
+        return (Part)_mm512_cvtepi32_ps(ints);
 #elif defined(__AVX2__)
-        return (Part)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)&part)));
-#else
-        return __builtin_convertvector(part, Part);
-#endif
-    }, x);
-}
-
-// Converts uint8 numbers to float32.
-INK_INLINE Floats widen(const Vector<uint8_t>& x) {
-    return by_parts([](auto part) {
-#if defined(__AVX512F__)
-        return (Part)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32((__m128i)part));
-#elif defined(__AVX2__)
-        return (Part)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)&part)));
+        const __m128i bytes = _mm_loadl_epi64((const __m128i*)&part);
+        const __m256i ints = std::is_signed_v<T> ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes);
+        return (Part)_mm256_cvtepi32_ps(ints);
 #else
         return __builtin_convertvector(part, Part);
 #endif
