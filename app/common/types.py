@@ -114,7 +114,9 @@ class Request(Struct, frozen=True, kw_only=True):
     grammar: str = ""
     """Grammar that constrains the text, in llguidance's dialect of Lark; empty for none."""
     cache_namespace: str = ""
-    """Requests share cached prompt blocks only within a namespace."""
+    """Requests share cached prompt blocks, and what drafts are looked up in, only within a namespace."""
+    speculate: bool = True
+    """Whether steps may verify drafts of its tokens, if the engine speculates: the same tokens, sooner."""
 
     def __post_init__(self) -> None:
         require(len(self.prompt) > 0, "the prompt must have at least one token")
@@ -187,6 +189,19 @@ class Counters(Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     preemptions: int = 0
     block_violations: int = 0
     """Failed consistency checks of the KV cache blocks."""
+    drafted: int = 0
+    """Draft tokens that steps have verified."""
+    accepted: int = 0
+    """Draft tokens that were right."""
+
+
+class SpeculatedTokens(Struct, frozen=True, array_like=True):
+    """Drafts of a request that a step has verified."""
+
+    request_id: str
+    drafted: int
+    accepted: int
+    """Drafts that were right; each saved a step."""
 
 
 class StepReport(Struct, frozen=True, kw_only=True, array_like=True, tag="report"):
@@ -204,3 +219,4 @@ class StepReport(Struct, frozen=True, kw_only=True, array_like=True, tag="report
     """Tokens computed of all running requests: changes with every step that computes something."""
     work: tuple[tuple[str, float], ...] = ()
     """(request id, seconds): CPU time of grammars outside the steps since the last report."""
+    speculated: tuple[SpeculatedTokens, ...] = ()

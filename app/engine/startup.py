@@ -30,11 +30,15 @@ from app.engine.backends import (
 from app.engine.cpu.packed_decoder import BLOCK, padded_head_dim
 from app.engine.cpu.toolchain.backend_selection import Libraries, SelectedBackend, select_backend
 from app.engine.execution.engine import Engine
+from app.engine.execution.warmup_batches import dummies
 from app.engine.guided.grammar_tracker import GrammarTracker
 from app.engine.memory.device_errors import broken_capture, lacked_device_memory
 from app.engine.memory.memory_plan import CacheShape, cache_share_on_cpu, cache_share_on_gpu, choose_context, mib
 from app.engine.scheduling.block_pool import BlockPool
 from app.engine.scheduling.scheduler import Scheduler, StepLimits
+from app.engine.speculation.lookup import LookupProposer
+from app.engine.speculation.speculation import Speculation
+from app.engine.speculation.step_costs import measure
 from app.engine.startup_checks import check_batch_invariance, check_finite_logits, check_golden
 from app.engine.worker_loop import BuiltEngine, EngineStartError
 from model.checkpoint.manifest import MANIFEST_FILE, check_manifest
@@ -72,6 +76,7 @@ def build_engine(
     announce(LOADING_WEIGHTS)
     with _as_start_error(f"{config.weights}: the weights do not fit into the free memory of the GPU"):
         placement = place_without_torch(config) or _torch_backends(config, _NEEDS_TORCH).place(config)
+        speculates = _speculates(config, placement)
         if placement.device == "cpu" and (problem := bind_process(config.cpus)):
             _log.warning("%s: %s", config.name, problem)
         directory = config.directory
@@ -116,9 +121,30 @@ def build_engine(
         if config.deterministic:
             announce(check_batch_invariance(make_engine, limits, weights.config, context=cache_shape.context))
         announce(_check_weights(engine, config, directory, weights, model, cache_shape))
+        if speculates:
+            engine.speculate(_speculation(config, engine, weights.config, grammars))
     facts = (cache_shape, placement, engine.scheduler.pools, backend)
     ready = _ready(weights, model, *facts, defaults=defaults, waits=selected.waits_for_build)
     return BuiltEngine(engine, grammars, ready)
+
+
+def _speculates(config: WorkerConfig, placement: Placement) -> bool:
+    """Whether steps verify drafts. Raises ValueError."""
+    if placement.device != "cpu" and config.speculate == "lookup":
+        raise ValueError(
+            "--speculate lookup: a GPU computes one step ahead of the host, which looks up drafts: use --speculate "
+            "auto or off, or --device cpu"
+        )
+    return placement.device == "cpu" and config.speculate != "off"
+
+
+def _speculation(config: WorkerConfig, engine: Engine, shape: ModelConfig, grammars: GrammarTracker) -> Speculation:
+    """Measures steps, which decide how many drafts pay."""
+    source = (0,) if shape.n_encoder_layers else ()
+    most_rows = engine.scheduler.limits.tokens_per_step
+    costs = measure(lambda rows: engine.runner.run(dummies(rows, 1, source=source)), most_rows)
+    _start_log.info("%s: speculation: lookup; %s", config.name, costs)
+    return Speculation(LookupProposer(), costs, allow=grammars.allow_drafts)
 
 
 def _find_weights(

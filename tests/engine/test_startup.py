@@ -356,3 +356,29 @@ def test_native_engine_imports_no_torch_and_stays_small(tmp_path: Path, quantize
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     imported, _, megabytes = done.stdout.rpartition(" ")
     assert (imported, done.stderr) == ("[]", "") and int(megabytes) <= 150
+
+
+def test_drafts_are_looked_up_on_a_cpu_and_refused_on_a_gpu() -> None:
+    cpu, gpu = Placement("cpu", "float32", "a CPU"), Placement("cuda", "bfloat16", "a GPU")
+    expected = {
+        ("auto", cpu): True,
+        ("lookup", cpu): True,
+        ("off", cpu): False,
+        ("auto", gpu): False,
+        ("off", gpu): False,
+    }
+    for (speculate, placement), speculates in expected.items():
+        config = WorkerConfig(weights="weights", speculate=speculate)  # type: ignore[arg-type]
+        assert startup._speculates(config, placement) is speculates, (speculate, placement)
+    with pytest.raises(ValueError, match=r"--speculate lookup: a GPU .* use --speculate auto or off, or --device cpu"):
+        startup._speculates(WorkerConfig(weights="weights", speculate="lookup"), gpu)
+
+
+def test_start_measures_steps_and_says_what_they_cost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    tiny_weights(tmp_path)
+    engine = build_engine(WorkerConfig(weights=str(tmp_path), device="cpu", kernels="torch")).engine
+    assert engine.scheduler.draft_planner is not None
+    assert re.search(r"speculation: lookup; a step of one row takes \S+ ms, and .* of 2, .* of 32 rows", caplog.text)
+    engine = build_engine(WorkerConfig(weights=str(tmp_path), device="cpu", kernels="torch", speculate="off")).engine
+    assert engine.scheduler.draft_planner is None

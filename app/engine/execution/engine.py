@@ -13,6 +13,7 @@ committed and then runs synchronously.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,6 +22,8 @@ from app.engine.execution.fault_isolation import FaultIsolation
 from app.engine.execution.step_runner import AsyncStepRunner, StepHandle, StepRunner
 from app.engine.scheduling.batch_plan import BatchPlan, StepResult, without_ended
 from app.engine.scheduling.scheduler import Scheduler
+from app.engine.speculation.speculation import Speculation
+from app.engine.speculation.step_costs import StepCosts
 
 if TYPE_CHECKING:  # it needs numpy, which the main loop of the process must not wait for
     from app.engine.guided.grammar_tracker import GrammarTracker
@@ -64,6 +67,7 @@ class Engine:
         self.isolation = FaultIsolation(runner, ahead, release=release)
         self._ahead = ahead
         self._masks = masks
+        self._costs: StepCosts | None = None
         self._has_guided = False
         """Whether a request with a grammar has come: before the first one no step asks for masks."""
         self._next: _NextStep | None = None
@@ -75,6 +79,12 @@ class Engine:
     def has_work(self) -> bool:
         """Whether step() has work to do; true also while all sequences of a step in flight have ended."""
         return self.scheduler.has_work
+
+    def speculate(self, speculation: Speculation) -> None:
+        """From now on steps verify drafts. Only for runners that compute one step at a time."""
+        assert self._ahead is None
+        self._costs = speculation.costs
+        self.scheduler.draft_planner = speculation
 
     def add(self, request: Request) -> None:
         """Queues a request."""
@@ -103,7 +113,7 @@ class Engine:
             self._mark_pending_masks()
             if plan := self.scheduler.plan_ahead():
                 self._next = self._start(plan, announce)
-        report = self.scheduler.commit(first.plan, self._finish(first))
+        report = self.scheduler.commit(first.plan, self._timed(first) if self._costs else self._finish(first))
         self._unchecked_steps += 1
         if self._unchecked_steps >= self._check_interval:
             self.check_blocks()
@@ -133,6 +143,20 @@ class Engine:
         handle = self.isolation.launch(plan)
         self.scheduler.mark_launched(plan)
         return _NextStep(plan, handle)
+
+    def _timed(self, step: _NextStep) -> StepResult:
+        """Finishes a step; if it only decodes, `costs` learns how long that took."""
+        assert self._costs
+        rows = 0
+        for chunk in step.plan.chunks:
+            n_rows = chunk.stop - chunk.start
+            if n_rows != 1 + len(chunk.drafts):
+                return self._finish(step)
+            rows += n_rows
+        started = time.perf_counter()
+        result = self._finish(step)
+        self._costs.observe(rows, time.perf_counter() - started)
+        return result
 
     def _finish(self, step: _NextStep) -> StepResult:
         if step.handle is not None and self._ahead:

@@ -14,7 +14,7 @@ from app.common.logs import trace_of
 from app.common.types import Request, TokenScore
 from app.engine.execution.step_runner import AsyncStepRunner, StepHandle, StepRunner
 from app.engine.memory.device_errors import is_out_of_memory, lost_device
-from app.engine.sampling.sampled_token import SampledToken
+from app.engine.sampling.sampled_token import DRAFTS_NOT_FINITE, SampledToken
 from app.engine.scheduling.batch_plan import BatchPlan, Chunk, Sequence, StepResult
 
 _log = logging.getLogger("inkstream")
@@ -73,6 +73,9 @@ class FaultIsolation:
         failed: dict[str, str] = {}
         for chunk in plan.chunks:
             request_id = chunk.sequence.request.id
+            if chunk.drafts:  # they may be the reason, and may have left values that are not finite
+                sampled[request_id] = (DRAFTS_NOT_FINITE,)
+                continue
             try:
                 result = self._runner.run(_alone(chunk, plan))
             except BaseException as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from itertools import islice
 from typing import Any, Protocol
@@ -10,8 +11,8 @@ from typing import Any, Protocol
 from app.common.fault_injection import fault
 from app.common.types import Request, TokenScore
 from app.engine.execution.warmup_batches import dummies
-from app.engine.sampling.parameters import SamplingInput
-from app.engine.sampling.sampled_token import MASK_NOT_READY, SampledToken
+from app.engine.sampling.parameters import SamplingInput, is_counted
+from app.engine.sampling.sampled_token import DRAFTS_NOT_FINITE, MASK_NOT_READY, SampledToken
 from app.engine.scheduling.batch_plan import BatchPlan, Chunk, Sequence, StepResult
 from model.config import ModelConfig
 from model.number_formats import Array
@@ -66,8 +67,18 @@ class MaskProvider(Protocol):
         SampledToken is the row's result without sampling."""
         ...
 
+    def allowed_after(self, sequence: Sequence, drafts: tuple[int, ...], /) -> Items[Array | SampledToken | None]:
+        """The same for the rows after each draft of a sequence that allowed() gave a mask or None."""
+        ...
+
     def accept_tokens(self, sequences: Items[Sequence], sampled: list[SampledToken], /) -> list[SampledToken]:
         """Advances the grammars by the sampled tokens; returns the tokens, marked where the text may end."""
+        ...
+
+    def accept_drafts(
+        self, sequence: Sequence, drafts: tuple[int, ...], rows: tuple[SampledToken, ...], /
+    ) -> tuple[SampledToken, ...]:
+        """The same for the rows of one sequence, up to the first one that differs from its draft."""
         ...
 
 
@@ -102,7 +113,7 @@ class Runner:
         scores = self._score(chunks)  # first: once grammars have accepted tokens, a retry must rebuild them
         sampled = self._draw(chunks)
         for chunk in self.executor.not_finite:
-            sampled[chunk.sequence.request.id] = (_NOT_FINITE,)
+            sampled[chunk.sequence.request.id] = (DRAFTS_NOT_FINITE if chunk.drafts else _NOT_FINITE,)
         return StepResult(sampled, scores)
 
     def warm_up(self, max_rows: int) -> None:
@@ -129,48 +140,60 @@ class Runner:
         rows = self._sampled_rows
         if rows.is_guided and self.grammars:
             tokens, allowed = [sequence.tokens for sequence in sampling], self.grammars.allowed(sampling)
-            sampled = self._sample_allowed(sampling, tokens, allowed, logits_SV)
+            sampled = self._sample_allowed(sampling, tokens, allowed, logits_SV, self.grammars.accept_tokens)
         else:
             sampled = self._sample(sampling, self._inputs, logits_SV)
         return dict(zip(rows.ids, zip(sampled), strict=True))
 
     def _draw_several(self, chunks: Items[Chunk]) -> dict[str, tuple[SampledToken, ...]]:
-        """Does what _draw() does for a step in which a chunk has drafts.
-
-        Of a guided sequence only the first row is sampled: the masks of the others depend on its token.
-        """
+        """Does what _draw() does for a step in which a chunk has drafts."""
         drawn, indices, end = [chunk for chunk in chunks if chunk.samples], list[int](), 0
         for chunk in chunks:
             end += chunk.stop - chunk.start
             indices += [end - chunk.stop + row for row in chunk.sampled_rows]
-        logits_SV, first_rows = self.executor.logits(indices), [chunk.sequence for chunk in drawn]
-        masks = self.grammars.allowed(first_rows) if self.grammars else [None] * len(drawn)
         sequences = [chunk.sequence for chunk in drawn for _ in chunk.sampled_rows]
-        known = [chunk.sequence.tokens + array("q", chunk.drafts) for chunk in drawn]
-        tokens = [each[: row + 1] for chunk, each in zip(drawn, known, strict=True) for row in chunk.sampled_rows]
-        allowed: list[Array | SampledToken | None] = []
+        tokens = [each for chunk in drawn for each in _tokens_of_rows(chunk)]
+        allowed = self._allowed_in(drawn)
+        sampled = iter(self._sample_allowed(sequences, tokens, allowed, self.executor.logits(indices)))
+        return {chunk.sequence.request.id: self._verified(chunk, sampled) for chunk in drawn}
+
+    def _allowed_in(self, drawn: Items[Chunk]) -> list[Array | SampledToken | None]:
+        """The mask or result of each row that the chunks sample."""
+        if self.grammars is None:
+            return [None for chunk in drawn for _ in chunk.sampled_rows]
+        masks, allowed = self.grammars.allowed([chunk.sequence for chunk in drawn]), list[Array | SampledToken | None]()
         for chunk, mask in zip(drawn, masks, strict=True):
-            allowed += [mask, *[None if mask is None else MASK_NOT_READY] * (len(chunk.sampled_rows) - 1)]
-        sampled = iter(self._sample_allowed(sequences, tokens, allowed, logits_SV))
-        return {chunk.sequence.request.id: tuple(islice(sampled, len(chunk.sampled_rows))) for chunk in drawn}
+            allowed.append(mask)
+            if isinstance(mask, SampledToken):
+                allowed += [mask] * len(chunk.drafts)
+            elif chunk.drafts:
+                allowed += self.grammars.allowed_after(chunk.sequence, chunk.drafts)
+        return allowed
+
+    def _verified(self, chunk: Chunk, sampled: Iterator[SampledToken]) -> tuple[SampledToken, ...]:
+        """The chunk's rows, with its grammar advanced by the accepted ones."""
+        rows = tuple(islice(sampled, 1 + len(chunk.drafts)))
+        if chunk.drafts and not all(map(_has_result, rows)):
+            return (DRAFTS_NOT_FINITE,)
+        return self.grammars.accept_drafts(chunk.sequence, chunk.drafts, rows) if self.grammars else rows
 
     def _sample_allowed(
         self,
         sequences: list[Sequence],
-        tokens: list[array[int]],
+        tokens: Items[Items[int]],
         allowed: list[Array | SampledToken | None],
         logits_SV: Logits,
+        accept: Callable[[list[Sequence], list[SampledToken]], list[SampledToken]] = lambda _sequences, sampled: (
+            sampled
+        ),
     ) -> list[SampledToken]:
-        """Samples each row with its mask, unless its result is decided without sampling."""
+        """Samples each row with its mask, unless its result is decided without sampling; `accept` sees the others."""
         masks = {row: mask for row, mask in enumerate(allowed) if not isinstance(mask, SampledToken)}
         if 0 < len(masks) < len(allowed):
             logits_SV = logits_SV[[*masks]]
         inputs = [_sampling_input(sequences[row], tokens[row], mask) for row, mask in masks.items()]
         sequences = [sequences[row] for row in masks]
-        sampled = self._sample(sequences, inputs, logits_SV) if masks else []
-        if self.grammars:
-            sampled = self.grammars.accept_tokens(sequences, sampled)
-        in_turn = iter(sampled)
+        in_turn = iter(accept(sequences, self._sample(sequences, inputs, logits_SV)) if masks else ())
         return [mask if isinstance(mask, SampledToken) else next(in_turn) for mask in allowed]
 
     def _sample(self, sequences: list[Sequence], inputs: list[SamplingInput], logits_SV: Logits) -> list[SampledToken]:
@@ -204,6 +227,18 @@ class Runner:
         return tuple(scores)
 
 
-def _sampling_input(sequence: Sequence, tokens: array[int], mask: Array | None) -> SamplingInput:
+def _tokens_of_rows(chunk: Chunk) -> list[Items[int]]:
+    """What each sampled row of a chunk follows; its number alone where sampling depends on nothing else."""
+    if not is_counted(chunk.sequence.request.params):
+        return [range(row + 1) for row in chunk.sampled_rows]
+    known = chunk.sequence.tokens + array("q", chunk.drafts)
+    return [known[: row + 1] for row in chunk.sampled_rows]
+
+
+def _has_result(row: SampledToken) -> bool:
+    return row.token is not None or row is MASK_NOT_READY or bool(row.finish or row.failure)
+
+
+def _sampling_input(sequence: Sequence, tokens: Items[int], mask: Array | None) -> SamplingInput:
     request = sequence.request
     return SamplingInput(request.params, tokens, sequence.n_prompt, request.stop_ids, mask)

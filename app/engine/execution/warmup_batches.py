@@ -93,6 +93,16 @@ class PermissiveGrammars:
         """Masks that allow every token."""
         return [self._allowed_W] * len(sequences)
 
+    def allowed_after(self, _sequence: Sequence, drafts: tuple[int, ...]) -> list[Array]:
+        """Masks that allow every token."""
+        return [self._allowed_W] * len(drafts)
+
     def accept_tokens(self, _sequences: Items[Sequence], sampled: list[SampledToken]) -> list[SampledToken]:
         """Returns the tokens unchanged."""
         return sampled
+
+    def accept_drafts(
+        self, _sequence: Sequence, _drafts: tuple[int, ...], rows: tuple[SampledToken, ...]
+    ) -> tuple[SampledToken, ...]:
+        """Returns the tokens unchanged."""
+        return rows

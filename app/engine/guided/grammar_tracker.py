@@ -3,6 +3,10 @@
     step n       forward | sample token n -> accept_tokens(): consume it and compute mask n+1 in a worker thread
     step n+1     forward (meanwhile)      -> allowed(): mask n+1, or MASK_NOT_READY: the step skips the row
 
+Drafts are cut to what the grammar allows before the step (allow_drafts()); a job computes the masks after each of them
+meanwhile, and rolls the grammar back. What drafts cost is work of the request, and counts against none of its limits:
+if a grammar that consumed drafts fails, its state is built again from the text, and the request gets no more drafts.
+
 The mask also shows whether more text can follow, so a text ends with the row after its last token, which samples
 nothing. A state is valid for a sequence if it has consumed exactly the generated tokens; otherwise it is rebuilt.
 GrammarTracker owns the states of all running requests (app/engine/guided/token_masks.py).
@@ -32,6 +36,8 @@ _STEP_SECONDS, _SHARED_STEP_SECONDS = 0.002, 0.001
 share the engine."""
 _LOST_SHARE = 0.02
 """Share of time that steps may lose to overruns and timeouts; after losing more, they stop waiting for a while."""
+_DRAFT_SECONDS = 0.004
+"""How long a step waits for the masks of its drafts."""
 _REPORT_SECONDS = 0.01
 
 
@@ -78,7 +84,8 @@ class GrammarTracker:
     def take_work(self) -> tuple[tuple[str, float], ...]:
         """Returns and resets unreported CPU seconds by request: of ended requests, and above a minimum."""
         for request_id, state in self._states.items():
-            if not state.is_pending and state.seconds - state.reported >= _REPORT_SECONDS:
+            is_busy = state.is_pending or state.is_drafting
+            if not is_busy and state.seconds + state.draft_seconds - state.reported >= _REPORT_SECONDS:
                 self._record_work(request_id, state)
         work, self._work = tuple(self._work.items()), {}
         return work
@@ -120,7 +127,71 @@ class GrammarTracker:
         is_shared = self._share_steps({sequence.request.cache_namespace for sequence in sequences})
         self._wait_for(guided, _SHARED_STEP_SECONDS if is_shared else _STEP_SECONDS)
         self._masks.read([state for state in guided if not state.is_pending and state.outcome is None])
-        return [self._outcome(state) if state else None for state in states]
+        return [
+            self._outcome_for(sequence, state) if state else None
+            for sequence, state in zip(sequences, states, strict=True)
+        ]
+
+    def allow_drafts(self, sequence: Sequence, drafts: tuple[int, ...]) -> tuple[int, ...]:
+        """The drafts up to the first one that the grammar does not allow, and none if its mask is late or costly.
+
+        The masks of the rows after them are computed from now on, for allowed_after().
+        """
+        state = self._states.get(sequence.request.id)
+        if state is None or state.request is not sequence.request or state.consumed != sequence.num_generated:
+            return ()
+        if state.is_slow or self._is_in_background(state):
+            return ()
+        if state.is_pending:
+            self._wait_for([state], _SHARED_STEP_SECONDS)
+        if state.is_pending or (state.job and state.job.error):
+            return ()
+        if state.outcome is None:
+            self._masks.read([state])
+        if state.problem or state.outcome is None or isinstance(state.outcome, SampledToken):
+            return ()
+        state.drafts = self._masks.allowed_drafts(state, drafts)
+        if state.drafts:
+            state.draft_masks_KW, state.has_drafted = None, True
+            tenant = state.request.cache_namespace
+            state.draft_job = Job(tenant, partial(self._masks.advance_drafts, state))
+            if self._workers.n_spare_cores:
+                self._workers.submit(state.draft_job)
+        return state.drafts
+
+    def allowed_after(self, sequence: Sequence, drafts: tuple[int, ...]) -> Items[Array | SampledToken | None]:
+        """For the row of each draft what allowed() returns, which is called first. MASK_NOT_READY drops the rows."""
+        if not _is_guided(sequence):
+            return [None] * len(drafts)
+        state = self._states.get(sequence.request.id)
+        if state is None or state.draft_job is None or state.drafts[: len(drafts)] != drafts:
+            return [MASK_NOT_READY] * len(drafts)
+        self._workers.run_here(state.draft_job)
+        self._workers.wait([state.draft_job], _DRAFT_SECONDS)
+        if not state.draft_job.done or state.draft_job.error or state.draft_masks_KW is None:
+            self._give_up_drafts(sequence)
+            return [MASK_NOT_READY] * len(drafts)
+        state.draft_job = None
+        return self._masks.read_drafts(state)[: len(drafts)]
+
+    def accept_drafts(
+        self, sequence: Sequence, drafts: tuple[int, ...], rows: Items[SampledToken]
+    ) -> tuple[SampledToken, ...]:
+        """Does what accept_tokens() does for the rows of one sequence, up to the first that differs from its draft."""
+        accepted = next((i for i, draft in enumerate(drafts) if rows[i].token != draft), len(drafts))
+        kept = [row for row in rows[: accepted + 1] if row.token is not None]
+        if not _is_guided(sequence) or not kept:
+            return tuple(rows)
+        state, stops = self._states.get(sequence.request.id), sequence.request.stop_ids
+        last = rows[len(kept) - 1]
+        if state is None or last.token in stops or (len(kept) <= accepted and rows[len(kept)] is not MASK_NOT_READY):
+            self.forget(sequence.request.id)
+            return tuple(rows)
+        state.consumed += len(kept)
+        state.outcome = None
+        self._submit(state, tuple(row.token for row in kept if row.token is not None))
+        is_undecided = state.consumed >= sequence.request.max_tokens
+        return (*rows[: len(kept) - 1], replace(last, is_undecided=is_undecided), *rows[len(kept) :])
 
     def accept_tokens(self, sequences: Items[Sequence], sampled: Items[SampledToken]) -> list[SampledToken]:
         """Starts to compute the next masks; returns the tokens, marked undecided where they reach max_tokens."""
@@ -140,6 +211,11 @@ class GrammarTracker:
         state.outcome = None
         self._submit(state, (result.token,))
         return replace(result, is_undecided=state.consumed >= sequence.request.max_tokens)
+
+    def _give_up_drafts(self, sequence: Sequence) -> None:
+        """Drops the state, which later steps build again from the text, and all further drafts of the request."""
+        sequence.may_speculate = False
+        self.forget(sequence.request.id)
 
     def _state_of(self, sequence: Sequence) -> GrammarState:
         request = sequence.request
@@ -212,7 +288,10 @@ class GrammarTracker:
                 state.is_late = True
                 self._workers.submit(state.job)
 
-    def _outcome(self, state: GrammarState) -> Array | SampledToken:
+    def _outcome_for(self, sequence: Sequence, state: GrammarState) -> Array | SampledToken:
+        if state.problem and state.has_drafted:
+            self._give_up_drafts(sequence)
+            return MASK_NOT_READY
         if state.outcome is None:
             return MASK_NOT_READY
         if isinstance(state.outcome, SampledToken):  # it ends the request
@@ -226,7 +305,7 @@ class GrammarTracker:
         self._record_work(state.request.id, state)
 
     def _record_work(self, request_id: str, state: GrammarState) -> None:
-        seconds = state.seconds
+        seconds = state.seconds + state.draft_seconds
         if seconds > state.reported:
             self._work[request_id] = self._work.get(request_id, 0.0) + seconds - state.reported
             state.reported = seconds

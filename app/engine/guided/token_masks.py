@@ -60,11 +60,24 @@ class GrammarState:
     """Whether a step skipped the row because its job was not done."""
     outcome: Array | SampledToken | None = None
     """[W] of tokens that may follow, or the row's result without sampling; None until the mask was read."""
+    drafts: tuple[int, ...] = ()
+    """Tokens that the step verifies: draft_masks_KW has the masks after each of them once draft_job is done."""
+    draft_masks_KW: Array | None = None
+    draft_job: Job | None = None
+    draft_seconds: float = 0.0
+    """CPU time of drafts, which does not count against `budget`: drafts must not make a text fail."""
+    has_drafted: bool = False
+    """Whether the matcher has ever consumed drafts, and rolled them back."""
 
     @property
     def is_pending(self) -> bool:
         """Whether the state's job is not done yet."""
         return self.job is not None and not self.job.done
+
+    @property
+    def is_drafting(self) -> bool:
+        """Whether a thread may still be using the matcher for drafts."""
+        return self.draft_job is not None and not self.draft_job.done
 
     @property
     def budget(self) -> float:
@@ -117,23 +130,64 @@ class GrammarMasks:
         valid = [state for state in states if not self._has_failed(state)]
         if not valid:
             return
+        outcomes = self._outcomes(
+            np.stack([state.mask_W for state in valid]),
+            np.stack([self._stop_mask(state.request.stop_ids) for state in valid]),
+            [state.request.max_tokens - state.consumed for state in valid],
+        )
+        for state, outcome in zip(valid, outcomes, strict=True):
+            state.is_slow = state.mask_seconds > _SLOW_SECONDS
+            state.outcome = outcome
+
+    def allowed_drafts(self, state: GrammarState, drafts: tuple[int, ...]) -> tuple[int, ...]:
+        """The drafts up to the first one that the grammar, in a state whose mask was read, does not let follow."""
+        text_W, stops = self._text_mask(), state.request.stop_ids
+        for count, token in enumerate(drafts):
+            if token in stops or not text_W[token // 32] >> token % 32 & 1:
+                drafts = drafts[:count]
+                break
+        if not drafts:
+            return ()
+        count = state.matcher.validate_tokens([*drafts])
+        return drafts[:count] if count > 0 else ()
+
+    def advance_drafts(self, state: GrammarState) -> None:
+        """Work of a job: computes the mask after each of state.drafts, and rolls them back. May leave an error."""
+        masks_KW, matcher = np.zeros((len(state.drafts), len(state.mask_W)), np.int32), state.matcher
+        consumed, started = 0, time.thread_time()
+        try:
+            fault("engine.draft_masks", state.request)
+            for token, mask_W in zip(state.drafts, masks_KW, strict=True):
+                matcher.consume_token(token)
+                consumed += 1
+                if matcher.is_error():
+                    return
+                matcher.unsafe_compute_mask_ptr(mask_W.ctypes.data, mask_W.nbytes)
+            matcher.rollback(consumed)
+            state.draft_masks_KW = masks_KW
+        finally:
+            state.draft_seconds += time.thread_time() - started
+
+    def read_drafts(self, state: GrammarState) -> list[Array | SampledToken]:
+        """The outcome of the row of each draft, from masks that are computed."""
+        assert state.draft_masks_KW is not None
+        left = state.request.max_tokens - state.consumed
+        ends_W = self._stop_mask(state.request.stop_ids)
+        return self._outcomes(
+            state.draft_masks_KW,
+            np.broadcast_to(ends_W, state.draft_masks_KW.shape),
+            [left - number for number in range(1, len(state.drafts) + 1)],
+        )
+
+    def _outcomes(self, masks_SW: Array, ends_SW: Array, left: Items[int]) -> list[Array | SampledToken]:
+        """What each mask means. ends_SW: the tokens that end a text. left: tokens that the request may still have."""
         end = self._size
-        masks_SW = np.stack([state.mask_W for state in valid])
         may_end_S1 = (masks_SW[:, end // 32] >> end % 32 & 1)[:, None]
-        ends_SW = np.stack([self._stop_mask(state.request.stop_ids) for state in valid])
         texts_SW = masks_SW & self._text_mask() & ~ends_SW
         allowed_SW = (texts_SW | ends_SW * may_end_S1)[:, : _words(self._size)]
-        answers = zip(valid, allowed_SW, texts_SW.any(-1).tolist(), may_end_S1[:, 0].tolist(), strict=True)
-        for state, allowed_W, has_text, may_end in answers:
-            state.is_slow = state.mask_seconds > _SLOW_SECONDS
-            if state.consumed >= state.request.max_tokens:
-                state.outcome = SampledToken(None, finish=FinishReason.LENGTH if has_text else FinishReason.STOP)
-            elif has_text:
-                state.outcome = allowed_W
-            elif may_end:
-                state.outcome = SampledToken(None, finish=FinishReason.STOP)
-            else:
-                state.outcome = SampledToken(None, failure=_NO_TOKEN_FITS)
+        n_texts: list[int] = np.count_nonzero(texts_SW, axis=-1).tolist()
+        rows = zip(allowed_SW, n_texts, may_end_S1[:, 0].tolist(), left, strict=True)
+        return [_outcome(allowed_W, n_text > 0, may_end, tokens > 0) for allowed_W, n_text, may_end, tokens in rows]
 
     def _has_failed(self, state: GrammarState) -> bool:
         if not state.problem and state.matcher.is_error():
@@ -166,6 +220,16 @@ class GrammarMasks:
         if stop_ids not in self._stop_masks:
             self._stop_masks = {stop_ids: _bits(stop_ids, self._size + 1)}  # most requests use the model's stop ids
         return self._stop_masks[stop_ids]
+
+
+def _outcome(allowed_W: Array, has_text: bool, may_end: int, may_continue: bool) -> Array | SampledToken:
+    if not may_continue:
+        return SampledToken(None, finish=FinishReason.LENGTH if has_text else FinishReason.STOP)
+    if has_text:
+        return allowed_W
+    if may_end:
+        return SampledToken(None, finish=FinishReason.STOP)
+    return SampledToken(None, failure=_NO_TOKEN_FITS)
 
 
 def _words(size: int) -> int:

@@ -23,3 +23,6 @@ class SampledToken(Struct, frozen=True, gc=False):
 
 MASK_NOT_READY = SampledToken(None)
 """No token was sampled because the mask of the row's grammar is not ready: a later step computes the row again."""
+
+DRAFTS_NOT_FINITE = SampledToken(None)
+"""A row of a chunk with drafts is not finite, so none of its rows counts: it is computed again without drafts."""

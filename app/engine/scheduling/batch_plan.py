@@ -51,12 +51,15 @@ class Sequence:
     """Sequence whose prompt blocks this one shares when it is first admitted; None from then on."""
     ended: bool = False
     """Finished, failed or cancelled."""
+    may_speculate: bool = field(init=False)
+    """Whether its decodes may have drafts."""
     waits_for_mask: bool = False
     """Steps skip it until its grammar's next mask is computed; the engine sets this before each plan."""
 
     def __post_init__(self) -> None:
         self.n_prompt = len(self.request.prompt)
         self.max_length = self.n_prompt + self.request.max_tokens
+        self.may_speculate = self.request.speculate
 
     @property
     def num_generated(self) -> int:

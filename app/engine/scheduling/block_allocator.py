@@ -174,6 +174,16 @@ class BlockAllocator:
         self._set_capacity(sequence)
         return stop
 
+    def extend_with_free(self, sequence: Sequence, stop: int, *, spare: int) -> None:
+        """Allocates blocks for tokens[:stop] as far as each group has free ones: it evicts none, and leaves `spare`."""
+        needed = self._pool.needed(stop)
+        for blocks, pool in zip(sequence.blocks, self.pools, strict=True):
+            needed = min(needed, len(blocks) + max(0, min(pool.n_free, pool.unclaimed) - spare))
+        for group, blocks in enumerate(sequence.blocks):
+            if (missing := needed - len(blocks)) > 0:
+                self._append(sequence, group, missing)
+        self._set_capacity(sequence)
+
     def register_prefix(self, sequence: Sequence) -> None:
         """Registers the blocks that have become full in the prefix cache."""
         full = sequence.num_computed // self._size

@@ -64,6 +64,11 @@ class BlockPool:
         return len(self._free) + len(self._cached)
 
     @property
+    def n_free(self) -> int:
+        """Number of blocks without content."""
+        return len(self._free)
+
+    @property
     def unclaimed(self) -> int:
         """Number of available blocks that are not set aside; below 0 if blocks that were set aside are in use."""
         return len(self._free) + len(self._cached) - self.set_aside

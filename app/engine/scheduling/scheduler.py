@@ -11,6 +11,9 @@ sequence is preempted. (Beside other layers, those with a window get their block
 sequence that was preempted `max_preemptions` times is readmitted with all the blocks it can ever need and is never
 preempted again, so every sequence finishes.
 
+A decode may verify drafts, tokens that are expected to follow (app/engine/speculation): if a step consists of decodes,
+the token budget has room, and no block must be evicted for them.
+
 plan_ahead() plans the step after one that is still running. It counts tokens that are not sampled yet, preempts no
 sequence, and leaves out sequences that certainly end in the running step. A sequence that ends unexpectedly has
 computed one extra token, which is discarded.
@@ -25,8 +28,10 @@ import logging
 from array import array
 from bisect import insort
 from collections.abc import Collection, Iterable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from itertools import chain
+from typing import Protocol
 
 from app.common.model_version import Version
 from app.common.types import (
@@ -37,9 +42,10 @@ from app.common.types import (
     RequestFailed,
     RequestStarted,
     SampledEvent,
+    SpeculatedTokens,
     StepReport,
 )
-from app.engine.sampling.sampled_token import MASK_NOT_READY, SampledToken
+from app.engine.sampling.sampled_token import DRAFTS_NOT_FINITE, MASK_NOT_READY, SampledToken
 from app.engine.scheduling.batch_plan import BatchPlan, Chunk, Sequence, StepResult
 from app.engine.scheduling.block_allocator import BlockAllocator
 from app.engine.scheduling.block_pool import BlockPool
@@ -74,6 +80,21 @@ class StepLimits:
         return min(budget, max(self.prompt_tokens_with_decodes, _PROMPT_TOKENS_PER_DECODE * n_decodes))
 
 
+class DraftPlanner(Protocol):
+    """Decides which drafts a step verifies: Speculation, or a fake in tests."""
+
+    def drafts(self, sequences: Items[Sequence], room: Items[int], most_rows: int, /) -> Items[tuple[int, ...]]:
+        """The drafts of each sequence that decodes in a step; none at all: an empty list.
+
+        room: the most drafts that each may have. most_rows: of the step, the known tokens of `sequences` included.
+        """
+        ...
+
+    def forget(self, sequence: Sequence, /) -> None:
+        """The sequence has ended."""
+        ...
+
+
 def _leader_of(request: Request, older: Iterable[Sequence]) -> Sequence | None:
     """The leader, if its prompt, source and namespace are equal; otherwise its keys and values would be wrong."""
     facts = (request.leader, request.prompt, request.source, request.cache_namespace)
@@ -92,14 +113,21 @@ NOT_FINITE = "the model's output for this request is not finite"
 class Scheduler:
     """Owns the sequences and the block pools."""
 
-    def __init__(self, limits: StepLimits, *pools: BlockPool, version: Version = _UNVERSIONED) -> None:
+    def __init__(
+        self,
+        limits: StepLimits,
+        *pools: BlockPool,
+        version: Version = _UNVERSIONED,
+    ) -> None:
         """pools: see BlockAllocator."""
         self.limits = limits
         self.pools = pools
         self.waiting: list[Sequence] = []  # preempted ones, the last preempted first; then the others by arrival
         self.running: list[Sequence] = []  # by arrival
-        self.preemptions = self.block_violations = 0
+        self.preemptions = self.block_violations = self.drafted = self.accepted = 0
         self._arrivals = 0
+        self.draft_planner: DraftPlanner | None = None
+        """Without it no step has drafts."""
         self._in_flight = StepsInFlight(pools)
         self._allocator = BlockAllocator(pools, self._in_flight, version, tokens_per_step=limits.tokens_per_step)
 
@@ -123,6 +151,8 @@ class Scheduler:
             blocks_total=self._allocator.largest.total,
             preemptions=self.preemptions,
             block_violations=self.block_violations,
+            drafted=self.drafted,
+            accepted=self.accepted,
         )
 
     def add(self, request: Request) -> None:
@@ -141,7 +171,7 @@ class Scheduler:
             self._end(sequence)
         for sequence in [s for s in self.waiting if s.request.id == request_id]:
             self.waiting.remove(sequence)
-            sequence.ended = True
+            self._mark_ended(sequence)
 
     def plan(self) -> BatchPlan:
         """Plans the next step; the plan has no chunks if all sequences wait for masks.
@@ -153,8 +183,12 @@ class Scheduler:
         while self._allocator.is_overdrawn and (victim := self._youngest()):
             self._preempt(victim)
         chunks = self._plan_decodes()
+        n_decodes = len(chunks)
         # Admit nothing in a step that preempted.
-        return self._fill(chunks, may_admit=self.preemptions == preemptions)
+        started = self._fill(chunks, may_admit=self.preemptions == preemptions)
+        if self.draft_planner and 0 < len(chunks) == n_decodes:
+            self._add_drafts(chunks, self.draft_planner)
+        return BatchPlan(tuple(chunks), started, *self._allocator.take_preparations())
 
     def plan_ahead(self) -> BatchPlan | None:
         """Plans the step after those in flight; None if there is nothing to compute or too few blocks are free."""
@@ -163,7 +197,8 @@ class Scheduler:
             return None
         for sequence in growing:
             self._allocator.extend(sequence)
-        plan = self._fill(chunks)
+        started = self._fill(chunks)
+        plan = BatchPlan(tuple(chunks), started, *self._allocator.take_preparations())
         return plan if plan.chunks else None
 
     def mark_launched(self, plan: BatchPlan) -> None:
@@ -179,6 +214,7 @@ class Scheduler:
         """
         self._in_flight.complete(plan)
         events, scores, failed = list[SampledEvent](), list[PromptScores](), list[RequestFailed]()
+        speculated = list[SpeculatedTokens]()
         sampled_of, block_size = result.sampled.get, self.pools[0].block_size
         for chunk in plan.chunks:
             sequence = chunk.sequence
@@ -187,6 +223,9 @@ class Scheduler:
             request, tokens = sequence.request, sequence.tokens
             rows = sampled_of(request.id, _NO_ROWS)
             sampled = rows[0]
+            if sampled is DRAFTS_NOT_FINITE:
+                self._discard(chunk)
+                continue
             while True:
                 token, finish = sampled.token, sampled.finish
                 length = len(tokens)  # the sampled row is the row of the last token
@@ -219,7 +258,18 @@ class Scheduler:
                 if is_last:
                     break
                 sampled = rows[length - chunk.stop]  # the last row ends where the chunk does
-        return StepReport(events=tuple(events), scores=tuple(scores), failed=tuple(failed), counters=self.counters)
+            if chunk.drafts:
+                n_drafted, n_accepted = len(chunk.drafts), length - 1 - chunk.sample_from
+                self.drafted += n_drafted
+                self.accepted += n_accepted
+                speculated.append(SpeculatedTokens(request.id, n_drafted, n_accepted))
+        return StepReport(
+            events=tuple(events),
+            scores=tuple(scores),
+            failed=tuple(failed),
+            counters=self.counters,
+            speculated=tuple(speculated),
+        )
 
     def _commit_checks(
         self,
@@ -292,14 +342,15 @@ class Scheduler:
                 growing.append(sequence)
         return chunks, growing
 
-    def _fill(self, chunks: list[Chunk], *, may_admit: bool = True) -> BatchPlan:
-        """Completes a plan of decodes with as many prompt tokens as fit: of running prompts, then of admitted ones.
+    def _fill(self, chunks: list[Chunk], *, may_admit: bool = True) -> tuple[RequestStarted, ...]:
+        """Adds as many prompt tokens as fit to a plan of decodes: of running prompts, then of the admitted ones that it
+        returns.
 
         Namespaces that have nothing running yet are admitted first, into half of the budget: the long prompts of one
         namespace must not delay a short one of another.
         """
         if len(chunks) == len(self.running) and not self.waiting:
-            return BatchPlan(tuple(chunks), (), *self._allocator.take_preparations())
+            return ()
         prefilling = [s for s in self.running if s.num_pending > 1 and not s.waits_for_mask]
         is_shared = any(s.request.cache_namespace for s in chain(self.waiting, prefilling))
         budget = self.limits.prompt_budget(len(chunks), is_shared=is_shared)
@@ -310,8 +361,21 @@ class Scheduler:
         budget -= self._add_prefill_chunks(budget, prefilling, chunks)
         if may_admit:
             self._admit_some(budget, chunks, started)
-        clear, copies = self._allocator.take_preparations()
-        return BatchPlan(tuple(chunks), tuple(started), clear, copies)
+        return tuple(started)
+
+    def _add_drafts(self, chunks: list[Chunk], planner: DraftPlanner) -> None:
+        """Adds drafts to the decodes of a step, where free blocks hold them: none is evicted, no sequence preempted."""
+        sequences = [chunk.sequence for chunk in chunks]
+        room = [
+            sequence.max_length - len(sequence.tokens) - 1 if sequence.may_speculate else 0 for sequence in sequences
+        ]
+        for index, drafts in enumerate(planner.drafts(sequences, room, self.limits.tokens_per_step)):
+            if not drafts:
+                continue
+            sequence, start, stop = chunks[index].sequence, chunks[index].start, chunks[index].stop
+            self._allocator.extend_with_free(sequence, stop + len(drafts), spare=len(self.running))
+            if drafts := drafts[: sequence.capacity - stop]:
+                chunks[index] = Chunk(sequence, start, stop + len(drafts), drafts)
 
     def _admit_some(
         self,
@@ -414,6 +478,18 @@ class Scheduler:
         self.preemptions += 1
         self.waiting.insert(0, sequence)
 
+    def _discard(self, chunk: Chunk) -> None:
+        """Drops the rows of a chunk with drafts, and computes the sequence again without any.
+
+        A row of it is not finite. That may be the row of a wrong draft, whose values made rows before it non-finite: a
+        masked value counts 0 times, which is not 0 for an infinity. The blocks before it are found in the prefix cache.
+        """
+        sequence = chunk.sequence
+        sequence.may_speculate = False
+        self._allocator.drop_rows(sequence, chunk.start, chunk.stop)
+        self._preempt(sequence)
+        sequence.preemptions = min(sequence.preemptions, self.limits.max_preemptions)
+
     def _fail(self, sequence: Sequence, message: str) -> RequestFailed:
         """Ends a sequence with an error and drops its blocks from the prefix cache."""
         self._allocator.invalidate(sequence)
@@ -422,7 +498,12 @@ class Scheduler:
 
     def _end(self, sequence: Sequence) -> None:
         self._remove(sequence)
+        self._mark_ended(sequence)
+
+    def _mark_ended(self, sequence: Sequence) -> None:
         sequence.ended = True
+        if self.draft_planner:
+            self.draft_planner.forget(sequence)
 
     def _remove(self, sequence: Sequence) -> None:
         self.running.remove(sequence)

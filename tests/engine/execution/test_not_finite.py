@@ -6,11 +6,14 @@ import pytest
 import torch
 
 from app.common.types import Request, SamplingParams
+from app.engine.execution.engine import Engine
+from app.engine.sampling.sampled_token import SampledToken
 from app.engine.scheduling.block_allocator import BlockAllocator
 from model.config import LayerKind, Rope
 from model.nn.transformer import Decoder
+from tests.support.engine.guessing_planner import guess_from, speculating
 from tests.support.engine.mixed_requests import POISON, serve
-from tests.support.model.tiny_models import tiny_config, tiny_decoder, tiny_engine
+from tests.support.model.tiny_models import VOCAB, tiny_config, tiny_decoder, tiny_engine
 
 pytestmark = [
     pytest.mark.slow,
@@ -97,3 +100,42 @@ def test_requests_with_the_prefix_of_a_failed_one_are_served(windows: tuple[int 
         outcomes = serve(engine, [_victim(100, 40)])
         assert outcomes["victim"].failures
         assert serve(engine, [expected])["r"].events == alone, tokens_per_step
+
+
+def _beside_poison(requests: list[Request], **engine_options: int) -> tuple[dict[str, object], Engine]:
+    """Outcomes of requests whose drafts are a right token, then one whose values are not finite."""
+    decoder = _poisoned(None)
+    right = serve(tiny_engine(decoder, **engine_options), requests)
+    guess = guess_from({name: each.events for name, each in right.items()}, vocab=VOCAB, most=2)
+    engine = speculating(tiny_engine(decoder, **engine_options), lambda sequence: [*guess(sequence), POISON])
+    assert serve(engine, requests) == right
+    return dict(right), engine
+
+
+def test_draft_that_is_not_finite_changes_no_row_before_it() -> None:
+    """Its keys and values are in the cache while the rows before it attend: 0 times NaN is NaN."""
+    requests = [
+        Request(id=f"r{i}", prompt=tuple(8 + 3 * j + i for j in range(length)), max_tokens=20, params=_AVOID)
+        for i, length in enumerate((3, 15, 16, 17, 40))
+    ]
+    _, engine = _beside_poison(requests)
+    assert 0 < engine.scheduler.preemptions <= len(requests), "each is computed again once, and then without drafts"
+    _, engine = _beside_poison(requests, blocks=8)
+    assert not engine.scheduler.check_blocks() and engine.scheduler.block_violations == 0
+
+
+def test_draft_that_is_not_finite_would_change_rows_if_they_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positive control: the rows before it are not finite either, or its block is not cleared for the next step."""
+    monkeypatch.setattr("app.engine.execution.runner.DRAFTS_NOT_FINITE", SampledToken(None))
+    with pytest.raises(AssertionError):
+        test_draft_that_is_not_finite_changes_no_row_before_it()
+
+
+def test_request_that_is_not_finite_itself_fails_after_the_same_tokens_with_drafts() -> None:
+    """The model writes the token: then its row is not finite although all drafts are right."""
+    decoder = _poisoned(None)
+    wanted = SamplingParams(temperature=0, logit_bias=((POISON, 100.0),), min_tokens=0)
+    request = Request(id="victim", prompt=(8, 11, 14), max_tokens=9, params=wanted)
+    right = serve(tiny_engine(decoder), [request])
+    engine = speculating(tiny_engine(decoder), lambda _sequence: [POISON, 5])
+    assert right["victim"].failures and serve(engine, [request]) == right

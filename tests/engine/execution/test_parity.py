@@ -18,7 +18,7 @@ from app.engine.sampling.sampler import sample
 from app.engine.scheduling.batch_plan import BatchPlan, Chunk, Sequence, StepResult
 from model.config import ModelConfig
 from model.nn.reference import generate, logits
-from tests.support.engine.drafting_scheduler import DraftingScheduler
+from tests.support.engine.guessing_planner import speculating
 from tests.support.engine.mixed_requests import serve
 from tests.support.engine.parity import alone, expect_parity
 from tests.support.model.tiny_models import round_weights_for, run_all, tiny_config, tiny_decoder, tiny_engine
@@ -162,13 +162,12 @@ def test_drafts_change_no_bit(dtype: torch.dtype) -> None:
     decoder = tiny_decoder(dtype=dtype)
     expected = run_all(tiny_engine(decoder, blocks=200), requests)
     engine = tiny_engine(decoder, blocks=200)
-    engine.scheduler.__class__ = DraftingScheduler
 
     def guess(sequence: Sequence) -> int:
         right = expected[sequence.request.id][sequence.num_generated :]
         return right[0].token if right and right[0].token is not None and rng.random() < 0.5 else 5
 
-    engine.scheduler.guess = guess  # type: ignore[attr-defined]
+    speculating(engine, lambda sequence: [guess(sequence)])
     steps, run = list[int](), engine.runner.run
 
     def counted(plan: BatchPlan) -> StepResult:

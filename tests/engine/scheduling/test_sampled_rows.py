@@ -16,7 +16,7 @@ from app.engine.scheduling.block_allocator import BlockAllocator
 from app.engine.scheduling.block_pool import BlockPool
 from app.engine.scheduling.prefix_cache import find_prefix
 from app.engine.scheduling.scheduler import NOT_FINITE, Scheduler, StepLimits
-from tests.support.engine.drafting_scheduler import DraftingScheduler
+from tests.support.engine.guessing_planner import GuessingPlanner
 from tests.support.engine.scheduler_simulation import (
     EOS,
     VOCAB,
@@ -60,16 +60,17 @@ class Run:
         self,
         *requests: Request,
         blocks: int = 64,
-        scheduler: type[Scheduler] = DraftingScheduler,
+        drafts: bool = True,
         windows: Windows = (None,),
         guess: Callable[[Sequence], int] | None = None,
     ) -> None:
         """guess: of the token after the known ones; None guesses right."""
         pools = [BlockPool(blocks, SIZE, window=window) for window in windows]
-        self.scheduler = scheduler(StepLimits(tokens_per_step=64, max_running=8), *pools)
+        self.scheduler = Scheduler(StepLimits(tokens_per_step=64, max_running=8), *pools)
         self.device, self.delivered = Device(windows), Delivered([])
-        if isinstance(self.scheduler, DraftingScheduler):
-            self.scheduler.guess = guess or partial(self._next_token, windows)
+        right = guess or partial(self._next_token, windows)
+        if drafts:
+            self.scheduler.draft_planner = GuessingPlanner(lambda sequence: [right(sequence)])
         self.plans: list[BatchPlan] = []
         self.failed: dict[str, str] = {}
         self.add(*requests)
@@ -120,9 +121,9 @@ def _tokens(request: Request) -> list[int]:
 
 
 def test_rows_of_a_chunk_are_sampled_from_the_given_one_on() -> None:
-    sequence = DraftingScheduler(StepLimits(tokens_per_step=8, max_running=1), BlockPool(1, SIZE))
-    sequence.add(_request("r"))
-    waiting = sequence.waiting[0]
+    scheduler = Scheduler(StepLimits(tokens_per_step=8, max_running=1), BlockPool(1, SIZE))
+    scheduler.add(_request("r"))
+    waiting = scheduler.waiting[0]
     rows = [Chunk(waiting, *bounds).sampled_rows for bounds in ((0, 2), (0, 3), (2, 3), (2, 5, (7, 8)))]
     assert [list(each) for each in rows] == [[], [2], [2], [2, 3, 4]]
 
@@ -282,10 +283,7 @@ def test_pairs_give_the_tokens_of_single_rows(windows: Windows) -> None:
             for i in range(rng.randint(2, 8))
         ]
         late = {(r.id, rng.randint(0, 9)): MASK_NOT_READY for r in requests if r.grammar}
-        runs = [
-            Run(*requests, blocks=rng.randint(6, 8), scheduler=each, windows=windows)
-            for each in (Scheduler, DraftingScheduler)
-        ]
+        runs = [Run(*requests, blocks=rng.randint(6, 8), drafts=each, windows=windows) for each in (False, True)]
         for run in runs:
             run.device.planted = dict(late)
             run.finish()

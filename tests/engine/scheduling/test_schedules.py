@@ -22,16 +22,19 @@ from app.engine.scheduling.block_pool import BlockPool, blocks_in_window
 from app.engine.scheduling.scheduler import Scheduler, StepLimits
 from app.engine.scheduling.steps_in_flight import StepsInFlight
 from tests.support.engine.delayed_runner import DelayedRunner, WatchedPool
+from tests.support.engine.guessing_planner import GuessingPlanner
 from tests.support.engine.scheduler_simulation import (
     EOS,
     VOCAB,
     Delivered,
     SimulatedDevice,
     Windows,
+    drawn_token,
     expected_output,
 )
 
 LIMITS = StepLimits(tokens_per_step=64, max_running=8)
+_MOST_GUESSES = 6
 
 
 class Faulty:
@@ -82,10 +85,12 @@ class Simulation:
     def __init__(
         self, *requests: Request, limits: StepLimits = LIMITS, blocks: Sequence[int] = (64,), block_size: int = 4,
         is_ahead: bool = True, lateness: random.Random | None = None, windows: Windows = (None,),
+        guessing: random.Random | None = None,
     ) -> None:  # fmt: skip
-        """blocks: of each cache group."""
+        """blocks: of each cache group. guessing: guesses drafts, most of them right; not for engines that are ahead."""
         self.windows = windows
         self.limits, self._size, self._is_ahead, self._lateness = limits, (blocks, block_size), is_ahead, lateness
+        self._guessing = guessing
         self.requests: list[Request] = []
         self.delivered = Delivered([])
         self.left: dict[str, int] = {}
@@ -155,7 +160,7 @@ class Simulation:
             assert [event.index for event in self.delivered.events[name]] == list(range(len(tokens)))
             ends = (name in self.left, name in self.failed, name in self.delivered.finished)
             assert sum(ends) == 1, f"{name}: {ends}"
-            wasted = self.device.draws[name] - len(tokens)
+            wasted = self.device.draws[name] - len(tokens) if self._guessing is None else 0
             if name in self.delivered.finished:
                 assert (tokens, scores) == (expected.tokens(name), expected.scores[name])
                 finish = self.delivered.events[name][-1].finish
@@ -167,6 +172,8 @@ class Simulation:
             if name in self.left:
                 assert not any(_has(plan, name) for plan in self.device.begun[self.left[name] :])
         self.counts["preemptions"] += self.engine.scheduler.preemptions
+        self.counts["drafted"] += self.engine.scheduler.drafted
+        self.counts["accepted"] += self.engine.scheduler.accepted
         self.counts["launched"] += self.device.n_launched
 
     def _count_null_blocks(self) -> None:
@@ -177,7 +184,8 @@ class Simulation:
                     self.counts["null blocks"] += blocks.count(pool.null_block)
                     is_decoding = len(sequence.tokens) - sequence.num_computed == 1
                     if is_decoding and sequence.preemptions < self.limits.max_preemptions:
-                        assert len(pool.held(blocks)) <= pool.needed(pool.window) + 2
+                        drafts = pool.needed(_MOST_GUESSES) if self._guessing else 0
+                        assert len(pool.held(blocks)) <= pool.needed(pool.window) + 2 + drafts
 
     def _start(self) -> None:
         blocks, block_size = self._size
@@ -187,7 +195,20 @@ class Simulation:
         self.device = DelayedRunner(self.faulty, *pools)
         scheduler, ahead = WatchedScheduler(self.counts, self.limits, *pools), self.device if self._is_ahead else None
         self.engine = Engine(scheduler, self.device, ahead, masks=self.faulty if self._lateness else None)
+        if self._guessing:
+            assert not self._is_ahead
+            scheduler.draft_planner = GuessingPlanner(self._guess)
         self.started: Counter[str] = Counter()
+
+    def _guess(self, sequence: EngineSequence) -> list[int]:
+        """The next tokens by the model's definition; the last of them may be wrong."""
+        rng, known = self._guessing, {i: (i, token) for i, token in enumerate(sequence.tokens)}
+        assert rng
+        for position in range(len(known), len(known) + rng.randint(0, _MOST_GUESSES)):
+            token = drawn_token(sequence.request, [known] * len(self.windows), position, self.windows)
+            known[position] = (position, token)
+        guesses = [token for _, token in known.values()][len(sequence.tokens) :]
+        return [*guesses[:-1], guesses[-1] if rng.random() < 0.5 else VOCAB] if guesses else []
 
     def _on_started(self, started: tuple[RequestStarted, ...]) -> None:
         self.started.update(each.request_id for each in started)
@@ -202,8 +223,11 @@ def _raise(whether: bool) -> None:
         raise MemoryError
 
 
-def _simulate(rng: random.Random, windows: Windows) -> Counter[str]:
-    """Simulates one random schedule with late masks, crashes, and launches that are refused or raise; counts events."""
+def _simulate(rng: random.Random, windows: Windows, guessing: random.Random | None = None) -> Counter[str]:
+    """Simulates one random schedule with late masks, crashes, and launches that are refused or raise; counts events.
+
+    guessing: see Simulation.
+    """
     block_size, longest, running = rng.choice([1, 2, 4]), rng.randint(8, 40), rng.randint(1, 8)
     limits = StepLimits(
         tokens_per_step=running + rng.randint(0, 12),
@@ -218,9 +242,10 @@ def _simulate(rng: random.Random, windows: Windows) -> Counter[str]:
         limits=limits,
         blocks=_random_sizes(rng, windows, longest, block_size),
         block_size=block_size,
-        is_ahead=rng.random() < 0.4,
+        is_ahead=rng.random() < 0.4 and guessing is None,
         lateness=rng if rng.random() < 0.5 else None,
         windows=windows,
+        guessing=guessing,
     )
     bad, bad_from, is_raised = rng.choice(["", "", rng.choice(requests).id]), rng.randint(0, 20), rng.random() < 0.5
     trouble, crashes, todo = rng.choice([0.0, 0.0, 0.1]), rng.choice([0.0, 0.01]), requests[::-1]
@@ -257,8 +282,11 @@ def _random_sizes(rng: random.Random, windows: Windows, longest: int, block_size
     return sizes
 
 
-def _simulate_many(count: int, *, seed: int = 0, windows: Windows = (None,)) -> Counter[str]:
-    return sum((_simulate(random.Random(seed + i), windows) for i in range(count)), Counter[str]())
+def _simulate_many(count: int, *, seed: int = 0, windows: Windows = (None,), guesses: bool = False) -> Counter[str]:
+    seeds = range(seed, seed + count)
+    guessing = (random.Random(-i) if guesses else None for i in seeds)
+    runs = (_simulate(random.Random(i), windows, each) for i, each in zip(seeds, guessing, strict=True))
+    return sum(runs, Counter[str]())
 
 
 def _random_requests(rng: random.Random, longest: int, common: list[int]) -> list[Request]:
@@ -318,6 +346,14 @@ def test_every_schedule_is_right_with_windows_and_cache_groups(windows: Windows)
         assert counts["cut chunks"] > 1000, "groups were meant to have too few blocks for a chunk"
         assert counts["overdrawn"] > 0, "shared blocks were meant to leave fewer than are set aside"
         assert counts["preempted as often as allowed"] > 10
+
+
+@pytest.mark.parametrize("windows", [(None,), (9,), (None, 3), (7, None, 2), (9, 3), (None, 5, None)], ids=str)
+def test_every_schedule_is_right_with_drafts(windows: Windows) -> None:
+    """3,000 schedules: right drafts and wrong ones, in steps that fail, with late masks and with few blocks."""
+    counts = _simulate_many(500, seed=9000, windows=windows, guesses=True)
+    assert counts["preemptions"] > 20, "the simulation was meant to run out of blocks"
+    assert 500 < counts["accepted"] < counts["drafted"] - 500
 
 
 def _release_one_more(self: BlockAllocator, sequence: EngineSequence, position: int) -> None:

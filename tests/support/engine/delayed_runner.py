@@ -117,7 +117,7 @@ class DelayedRunner:
 
 def _reads_drawn(chunk: Chunk) -> bool:
     """Whether the step in flight is still sampling its last token."""
-    return chunk.stop > len(chunk.sequence.tokens)
+    return chunk.stop - len(chunk.drafts) > len(chunk.sequence.tokens)
 
 
 def _copy(chunk: Chunk) -> Chunk:

@@ -1,4 +1,4 @@
-"""Engine parity, bit for bit: alone = batched = cached = chunked = preempted = resubmitted = one step ahead."""
+"""Engine parity: alone = batched = cached = chunked = preempted = resubmitted = speculated = one step ahead."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from app.engine.guided.grammar_tracker import GrammarTracker
 from app.engine.scheduling.scheduler import Scheduler, StepLimits
 from model.nn.transformer import Decoder
 from tests.support.engine.delayed_runner import DelayedRunner, WatchedPool
+from tests.support.engine.guessing_planner import guess_from, speculating
 from tests.support.engine.mixed_requests import Outcome, serve
-from tests.support.model.tiny_models import block_pools, least_counts, tiny_engine
+from tests.support.model.tiny_models import VOCAB, block_pools, least_counts, tiny_engine
 
 
 def alone(
@@ -51,6 +52,7 @@ def expect_parity(
             narrow = engine(guides=guides(), blocks=counts, tokens_per_step=97)
             assert serve(narrow, requests) == expected, f"blocks for {sequences} windows"
             assert serve(narrow, requests) == expected, f"blocks for {sequences} windows, cached"
+    _expect_the_same_with_drafts(engine, requests, expected, tight, guides)
     frees_blocks = None not in decoder.config.windows
     assert small.scheduler.preemptions > 0 or frees_blocks, "the cache must be too small"
     again = [_resubmitted(request, expected[request.id]) for request in requests]
@@ -63,6 +65,26 @@ def expect_parity(
     assert serve(ahead, requests) == expected, "one step ahead"
     assert device.n_launched > 5 or any(r.grammar for r in requests), "the engine must run ahead"
     return expected
+
+
+def _expect_the_same_with_drafts(
+    engine: Callable[..., Engine],
+    requests: list[Request],
+    expected: dict[str, Outcome],
+    tight: int,
+    guides: Callable[[], GrammarTracker | None],
+) -> None:
+    """Right drafts and wrong ones, with many blocks and few."""
+    n_accepted = 0
+    for blocks, budget in ((400, 128), (tight, 97)):
+        masks = guides()
+        guess = guess_from({name: each.events for name, each in expected.items()}, vocab=VOCAB)
+        allow = masks.allow_drafts if masks else lambda _sequence, drafts: drafts
+        drafting = speculating(engine(guides=masks, blocks=blocks, tokens_per_step=budget), guess, allow=allow)
+        assert serve(drafting, requests) == expected, f"speculated, {blocks} blocks"
+        n_accepted += drafting.scheduler.accepted
+        assert drafting.scheduler.accepted < drafting.scheduler.drafted, "some drafts must be wrong"
+    assert n_accepted > 5, "some drafts must be right"
 
 
 def _resubmitted(request: Request, outcome: Outcome) -> Request:
