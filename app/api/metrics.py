@@ -144,6 +144,8 @@ def _health(pool: EnginePool) -> Iterator[Metric]:
     )
     totals = [engine.cumulative_counters for engine in engines]
     yield _counter("preemptions", "Sequences that were preempted.", sum(c.preemptions for c in totals))
+    yield _counter("spec_drafted", "Draft tokens that steps have verified.", sum(c.drafted for c in totals))
+    yield _counter("spec_accepted", "Draft tokens that were accepted.", sum(c.accepted for c in totals))
     violations = sum(c.block_violations for c in totals)
     yield _counter("block_violations", "Leak checks of the KV cache blocks that found a violation.", violations)
     yield _starts(engines)

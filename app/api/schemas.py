@@ -122,6 +122,7 @@ _DEFAULTS: dict[str, Any] = {
     **{name: getattr(_NEUTRAL, name) for name in (*SAMPLING_FIELDS, "min_tokens")},
     "n": 1,
     "ignore_eos": False,
+    "speculate": True,
     "echo": False,
     "return_token_ids": False,
     "include_stop": False,
@@ -191,6 +192,9 @@ class SamplingFields(RequestBody):
         None, description="Tokens that end the text, in addition to the model's own."
     )
     ignore_eos: bool | None = Field(None, description="Continue after the end-of-text token (for benchmarks).")
+    speculate: bool | None = Field(
+        None, description="Whether drafts may make the text arrive sooner, where the service speculates: the same text."
+    )
     regex: str | None = Field(None, description="The text must match this regular expression.")
     json_schema: dict[str, Any] | bool | str | None = Field(
         None, description="The text must be JSON that matches this schema (an object, or a string with its JSON)."
@@ -232,6 +236,7 @@ class SamplingFields(RequestBody):
             stops=tuple(filter(None, stops)),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
+            speculates=self.speculate is not False,
             grammar=self.grammar_constraint,
             deadline_ms=self.deadline_ms,
             truncate_prompt_tokens=self.truncate_prompt_tokens,
@@ -359,6 +364,8 @@ class Timings(ResponseModel):
     first_token_ms: Annotated[float, "From the request to its first token."]
     decode_ms: Annotated[float, "From its first token to its last."]
     tokens_per_second: Annotated[float, "While decoding."]
+    drafted_tokens: Annotated[int, "Draft tokens that were verified (speculative decoding)."]
+    accepted_tokens: Annotated[int, "Draft tokens that were accepted: each saved a step."]
 
     @classmethod
     def of(cls, completion: Completion) -> Timings:
@@ -374,6 +381,8 @@ class Timings(ResponseModel):
             first_token_ms=round((first - times.submitted) * 1e3, 3),
             decode_ms=round(decode * 1e3, 3),
             tokens_per_second=round(later / decode, 2) if decode > 0 else 0.0,
+            drafted_tokens=completion.drafted_tokens,
+            accepted_tokens=completion.accepted_tokens,
         )
 
 

@@ -22,6 +22,8 @@ from model.cache_formats import KvCache
 from model.weight_formats import Quantize
 from model.weights_version import Directory, WeightsVersion, readable
 
+Speculate = Literal["auto", "lookup", "off"]
+
 
 class WorkerConfig(Struct, frozen=True, kw_only=True, tag="config"):
     """Configuration of the engine process, sent once at its start."""
@@ -41,6 +43,8 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, tag="config"):
     """Most bytes of the weights store in the cache directory; 0 neither reads nor keeps packed weights."""
     quantize: Quantize = "none"
     kv_cache: KvCache = "auto"
+    speculate: Speculate = "auto"
+    """Where drafts come from; "auto" is "lookup" on a CPU and "off" on a GPU."""
     deterministic: bool = False
     """Steps of constant shapes, and a check at startup that results are batch invariant."""
     threads: int = 0

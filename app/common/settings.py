@@ -61,6 +61,9 @@ class Settings(BaseSettings):
     kv_cache: KvCache = "auto"
     """Format of the KV cache; auto is the number format of the model. int8 stores keys and values as 8-bit integers, on
     CPUs: half the memory of bfloat16, and faster where the cache exceeds the processor's."""
+    speculate: Literal["auto", "lookup", "off"] = "auto"
+    """Speculative decoding: lookup verifies drafts that it finds in earlier text, where that is faster. It changes no
+    token. auto is lookup on a CPU, and off on a GPU."""
     max_context: int = Field(0, ge=0, le=2**31 - 1)
     """Longest sequence in tokens; 0 is the model's own context length, or the longest one whose cache fits."""
     host: str = "127.0.0.1"

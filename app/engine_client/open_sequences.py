@@ -23,7 +23,7 @@ class OpenSequences(ABC):
     """
 
     __slots__ = (  # every token touches an instance that the caches have lost: a dict would be further misses
-        *("requests", "crash_count", "incidents", "work_seconds", "engine"),
+        *("requests", "crash_count", "incidents", "work_seconds", "drafted_tokens", "accepted_tokens", "engine"),
         *("_open", "_generated", "_scored", "_attempts"),
     )
 
@@ -35,6 +35,7 @@ class OpenSequences(ABC):
         """What interrupted the sequences, with the time in monotonic seconds; for the trace."""
         self.work_seconds = 0.0
         """CPU time of their grammars outside the engine's steps."""
+        self.drafted_tokens = self.accepted_tokens = 0
         self.engine: int | None = None
         """Engine that the latest of the requests was sent to."""
         self._open = {request.id: index for index, request in enumerate(requests)}

@@ -90,8 +90,12 @@ class Replica:
     def cumulative_counters(self) -> Counters:
         """Monotonic counters over all its processes: a sum over engines that drops would look like a counter reset."""
         one, two = self._past_counters, self.counters
-        preemptions, violations = one.preemptions + two.preemptions, one.block_violations + two.block_violations
-        return Counters(preemptions=preemptions, block_violations=violations)
+        return Counters(
+            preemptions=one.preemptions + two.preemptions,
+            block_violations=one.block_violations + two.block_violations,
+            drafted=one.drafted + two.drafted,
+            accepted=one.accepted + two.accepted,
+        )
 
     @property
     def n_suspects(self) -> int:
@@ -162,6 +166,10 @@ class Replica:
         for request_id, seconds in report.work:
             if response := responses.get(request_id):
                 response.work_seconds += seconds
+        for speculated in report.speculated:
+            if response := responses.get(speculated.request_id):
+                response.drafted_tokens += speculated.drafted
+                response.accepted_tokens += speculated.accepted
         for started in report.started:
             if response := responses.get(started.request_id):
                 response.add_start(at, started)

@@ -95,6 +95,7 @@ class BuiltRequests:
                 prompt_logprobs=request.logprobs if request.echo else None,
                 grammar=grammar,
                 cache_namespace=self._salt,
+                speculate=request.speculates,
             )
             requests.append(leader)
             for choice in range(1, request.n_sampled):

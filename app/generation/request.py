@@ -129,6 +129,8 @@ class GenerationRequest:
     stop_token_ids: tuple[int, ...] = ()
     include_stop: bool = False
     ignore_eos: bool = False
+    speculates: bool = True
+    """Whether the engine may verify drafts; it changes no text, so receipts do not have it."""
     logprobs: int | None = None
     echo: bool = False
     returns_token_ids: bool = False

@@ -118,6 +118,7 @@ def _worker_configs(settings: Settings, shares: Sequence[EngineShare], reserved_
             kernels=settings.kernels,
             quantize=settings.quantize,
             kv_cache=settings.kv_cache,
+            speculate=settings.speculate,
             deterministic=settings.deterministic,
             has_torch=libraries.has_torch,
             library=str(libraries.found) if libraries.found else None,

@@ -19,6 +19,7 @@ export class Status {
   #count = 0;
   #counts = []; // tokens of each continuation
   #rate = null; // tokens per second, as measured by the server; null until then
+  #drafts = ""; // how many drafts of the run were right, as a sentence
   #read = null; // prompt tokens
   #cut = false; // whether the prompt was truncated
   #context = null; // the model's context, tokens
@@ -61,6 +62,7 @@ export class Status {
     this.#first = this.#latest = this.#count = 0;
     this.#counts = [];
     this.#rate = this.#seed = this.#read = null;
+    this.#drafts = "";
     this.show("waiting", FIRST);
     this.#paint();
   }
@@ -103,6 +105,7 @@ export class Status {
     if (choices.length === 1) this.#counts = [this.#count];
     // So is its rate: the network delivers tokens in bundles.
     this.#rate = timings?.tokens_per_second ?? null;
+    this.#drafts = draftsText(timings);
     const reasons = [...new Set(choices.map((choice) => choice.finish_reason))].join(", ");
     this.show("done", `Done (${reasons})${this.#cut ? "; the model read the end of the text only" : ""}`);
     this.#paint();
@@ -125,6 +128,7 @@ export class Status {
     write(firstToken, this.#first ? `${Math.round(this.#first - this.#sent)} ms` : NONE);
     writeNumber(rate, rateText(this.#rate ?? this.#ownRate()));
     writeNumber(count, String(this.#count));
+    if (rate.title !== this.#drafts) rate.title = this.#drafts;
     write(context, this.#used === null || this.#context === null ? NONE : `${this.#used} of ${this.#context}`);
     write(seed, shortSeed(this.#seed ?? NONE));
     const title = this.#seed ? `${this.#seed}: click to copy` : "";
@@ -168,6 +172,11 @@ function writeNumber(element, text) {
   const width = text.length > 4 ? `${text.length}ch` : "";
   if (element.style.width !== width) element.style.width = width;
   write(element, text);
+}
+
+// Drafts are tokens that the service guesses, to compute several in one step: docs/speculation.md.
+function draftsText({ drafted_tokens: drafted = 0, accepted_tokens: accepted = 0 } = {}) {
+  return drafted > 0 ? `${accepted} of ${drafted} tokens that were guessed ahead were right` : "";
 }
 
 function rateText(rate) {

@@ -36,6 +36,7 @@ _SAMPLES: dict[str, Any] = {
     "stop": ["x"],
     "stop_token_ids": [50],
     "ignore_eos": True,
+    "speculate": False,
     "regex": "[a-z]+",
     "json_schema": {"type": "integer"},
     "grammar": 'start: "a"',
