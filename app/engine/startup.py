@@ -30,7 +30,7 @@ from app.engine.backends import (
 from app.engine.cpu.packed_decoder import BLOCK, padded_head_dim
 from app.engine.cpu.toolchain.backend_selection import Libraries, SelectedBackend, select_backend
 from app.engine.execution.engine import Engine
-from app.engine.execution.warmup_batches import dummies
+from app.engine.execution.warmup_batches import verifying
 from app.engine.guided.grammar_tracker import GrammarTracker
 from app.engine.memory.device_errors import broken_capture, lacked_device_memory
 from app.engine.memory.memory_plan import CacheShape, cache_share_on_cpu, cache_share_on_gpu, choose_context, mib
@@ -122,7 +122,9 @@ def build_engine(
             announce(check_batch_invariance(make_engine, limits, weights.config, context=cache_shape.context))
         announce(_check_weights(engine, config, directory, weights, model, cache_shape))
         if speculates:
-            engine.speculate(_speculation(config, engine, weights.config, grammars))
+            engine.speculate(
+                _speculation(config, engine, replace(weights.config, context=cache_shape.context), grammars)
+            )
     facts = (cache_shape, placement, engine.scheduler.pools, backend)
     ready = _ready(weights, model, *facts, defaults=defaults, waits=selected.waits_for_build)
     return BuiltEngine(engine, grammars, ready)
@@ -141,8 +143,8 @@ def _speculates(config: WorkerConfig, placement: Placement) -> bool:
 def _speculation(config: WorkerConfig, engine: Engine, shape: ModelConfig, grammars: GrammarTracker) -> Speculation:
     """Measures steps, which decide how many drafts pay."""
     source = (0,) if shape.n_encoder_layers else ()
-    most_rows = engine.scheduler.limits.tokens_per_step
-    costs = measure(lambda rows: engine.runner.run(dummies(rows, 1, source=source)), most_rows)
+    most_rows = min(shape.context, engine.scheduler.limits.tokens_per_step)
+    costs = measure(lambda rows: engine.runner.run(verifying(rows, source=source)), most_rows)
     _start_log.info("%s: speculation: lookup; %s", config.name, costs)
     return Speculation(LookupProposer(), costs, allow=grammars.allow_drafts)
 

@@ -47,6 +47,12 @@ def dummies(rows: int, length: int, *, start: int = 0, source: tuple[int, ...] =
     return BatchPlan(tuple(Chunk(_sequence(index, tokens, source, **fields), start, length) for index in range(rows)))
 
 
+def verifying(rows: int, *, source: tuple[int, ...] = ()) -> BatchPlan:
+    """A step of one sequence that decodes, with drafts: so many rows."""
+    sequence = _sequence(0, array("q", [0]), source, **_TYPICAL)
+    return BatchPlan((Chunk(sequence, 0, rows, (0,) * (rows - 1)),))
+
+
 def largest_step(limits: StepLimits, context: int) -> BatchPlan:
     """The step with the largest memory need of a backend that samples and scores on the device, for measurements.
 

@@ -16,6 +16,7 @@ Shape legend: S rows, W words of 32 bits, one bit for each token of the model an
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
@@ -31,6 +32,7 @@ from app.engine.sampling.sampled_token import MASK_NOT_READY, SampledToken
 from app.engine.scheduling.batch_plan import Sequence
 from model.number_formats import Array
 
+_log = logging.getLogger("inkstream")
 _STEP_SECONDS, _SHARED_STEP_SECONDS = 0.002, 0.001
 """Time that a step may spend on masks of its rows that are not ready when it needs them: less while several tenants
 share the engine."""
@@ -140,6 +142,8 @@ class GrammarTracker:
         state = self._states.get(sequence.request.id)
         if state is None or state.request is not sequence.request or state.consumed != sequence.num_generated:
             return ()
+        if not self._end_drafts(sequence, state):
+            return ()
         if state.is_slow or self._is_in_background(state):
             return ()
         if state.is_pending:
@@ -150,9 +154,14 @@ class GrammarTracker:
             self._masks.read([state])
         if state.problem or state.outcome is None or isinstance(state.outcome, SampledToken):
             return ()
-        state.drafts = self._masks.allowed_drafts(state, drafts)
+        state.has_drafted = True
+        try:
+            state.drafts = self._masks.allowed_drafts(state, drafts)
+        except BaseException:  # a panic in Rust is not an Exception; without drafts it concerns this request alone
+            _log.exception("request %s: its grammar cannot check drafts", sequence.request.id)
+            self._give_up_drafts(sequence)
+            return ()
         if state.drafts:
-            state.draft_masks_KW, state.has_drafted = None, True
             tenant = state.request.cache_namespace
             state.draft_job = Job(tenant, partial(self._masks.advance_drafts, state))
             if self._workers.n_spare_cores:
@@ -167,11 +176,8 @@ class GrammarTracker:
         if state is None or state.draft_job is None or state.drafts[: len(drafts)] != drafts:
             return [MASK_NOT_READY] * len(drafts)
         self._workers.run_here(state.draft_job)
-        self._workers.wait([state.draft_job], _DRAFT_SECONDS)
-        if not state.draft_job.done or state.draft_job.error or state.draft_masks_KW is None:
-            self._give_up_drafts(sequence)
+        if not self._end_drafts(sequence, state):
             return [MASK_NOT_READY] * len(drafts)
-        state.draft_job = None
         return self._masks.read_drafts(state)[: len(drafts)]
 
     def accept_drafts(
@@ -182,16 +188,11 @@ class GrammarTracker:
         kept = [row for row in rows[: accepted + 1] if row.token is not None]
         if not _is_guided(sequence) or not kept:
             return tuple(rows)
-        state, stops = self._states.get(sequence.request.id), sequence.request.stop_ids
-        last = rows[len(kept) - 1]
-        if state is None or last.token in stops or (len(kept) <= accepted and rows[len(kept)] is not MASK_NOT_READY):
+        ends_after = len(kept) <= accepted and rows[len(kept)] is not MASK_NOT_READY
+        if ends_after or kept[-1].token in sequence.request.stop_ids:
             self.forget(sequence.request.id)
             return tuple(rows)
-        state.consumed += len(kept)
-        state.outcome = None
-        self._submit(state, tuple(row.token for row in kept if row.token is not None))
-        is_undecided = state.consumed >= sequence.request.max_tokens
-        return (*rows[: len(kept) - 1], replace(last, is_undecided=is_undecided), *rows[len(kept) :])
+        return (*self._advance(sequence, kept), *rows[len(kept) :])
 
     def accept_tokens(self, sequences: Items[Sequence], sampled: Items[SampledToken]) -> list[SampledToken]:
         """Starts to compute the next masks; returns the tokens, marked undecided where they reach max_tokens."""
@@ -203,14 +204,37 @@ class GrammarTracker:
         ]
 
     def _accept_token(self, sequence: Sequence, result: SampledToken) -> SampledToken:
-        state = self._states.get(sequence.request.id)
-        if state is None or result.token is None or result.token in sequence.request.stop_ids:
+        if result.token is None or result.token in sequence.request.stop_ids:
             self.forget(sequence.request.id)
             return result
-        state.consumed += 1
-        state.outcome = None
-        self._submit(state, (result.token,))
-        return replace(result, is_undecided=state.consumed >= sequence.request.max_tokens)
+        return self._advance(sequence, (result,))[-1]
+
+    def _advance(self, sequence: Sequence, rows: Items[SampledToken]) -> tuple[SampledToken, ...]:
+        """Lets the grammar consume tokens, none of which ends the text; marks the last one if it reaches max_tokens.
+
+        Without a state, the next step builds one from the text.
+        """
+        state = self._states.get(sequence.request.id)
+        if state and self._end_drafts(sequence, state):
+            state.consumed += len(rows)
+            state.outcome = None
+            self._submit(state, tuple(row.token for row in rows if row.token is not None))
+        is_undecided = sequence.num_generated + len(rows) >= sequence.request.max_tokens
+        return (*rows[:-1], replace(rows[-1], is_undecided=is_undecided))
+
+    def _end_drafts(self, sequence: Sequence, state: GrammarState) -> bool:
+        """Ends the job of the state's drafts, if there is one; False if its matcher cannot be used any more.
+
+        The step may have gone on without the drafts: for lack of a block, or because it failed.
+        """
+        job, state.draft_job = state.draft_job, None
+        if job is None or self._workers.cancel(job):
+            return True
+        self._workers.wait([job], _DRAFT_SECONDS)
+        if job.done and not job.error and state.draft_masks_KW is not None:
+            return True
+        self._give_up_drafts(sequence)
+        return False
 
     def _give_up_drafts(self, sequence: Sequence) -> None:
         """Drops the state, which later steps build again from the text, and all further drafts of the request."""

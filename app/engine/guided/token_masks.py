@@ -155,6 +155,7 @@ class GrammarMasks:
         """Work of a job: computes the mask after each of state.drafts, and rolls them back. May leave an error."""
         masks_KW, matcher = np.zeros((len(state.drafts), len(state.mask_W)), np.int32), state.matcher
         consumed, started = 0, time.thread_time()
+        state.draft_masks_KW = None
         try:
             fault("engine.draft_masks", state.request)
             for token, mask_W in zip(state.drafts, masks_KW, strict=True):

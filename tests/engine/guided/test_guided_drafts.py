@@ -13,7 +13,9 @@ from app.engine.execution.engine import Engine
 from app.engine.guided import token_masks
 from app.engine.guided.grammar_tracker import GrammarTracker
 from app.engine.sampling.sampled_token import MASK_NOT_READY, SampledToken
+from app.engine.scheduling.batch_plan import Chunk
 from app.engine.scheduling.batch_plan import Sequence as EngineSequence
+from app.engine.scheduling.scheduler import DraftPlanner
 from app.engine.speculation.lookup import LookupProposer
 from app.engine.speculation.speculation import Speculation
 from app.engine.speculation.step_costs import StepCosts
@@ -131,6 +133,34 @@ def test_grammar_that_fails_after_drafts_is_tried_again_without(
 
     monkeypatch.setattr(token_masks.GrammarMasks, "_has_failed", fails_with_drafts)
     assert serve(_engine(_tracker()), _requests()) == expected
+
+
+def test_step_that_goes_on_without_its_drafts_leaves_no_job_that_uses_the_matcher(
+    expected: dict[str, Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For lack of a block, for example: the masks of its drafts may be in the works, and may have failed."""
+    tracker, n_dropped = _tracker(), 0
+    engine = _engine(tracker)
+    add_drafts = engine.scheduler._add_drafts
+
+    def add_none(chunks: list[Chunk], planner: DraftPlanner) -> None:
+        nonlocal n_dropped
+        before = [*chunks]
+        add_drafts(chunks, planner)
+        for index, chunk in enumerate(chunks):
+            if chunk.drafts and index % 2:
+                n_dropped += 1
+                state = tracker._states[chunk.sequence.request.id]
+                assert state.draft_job
+                if index % 3:
+                    tracker._workers.submit(state.draft_job)
+                chunks[index] = before[index]
+
+    monkeypatch.setattr(engine.scheduler, "_add_drafts", add_none)
+    faults = arm_this_process(tmp_path, monkeypatch)
+    faults.arm("engine.draft_masks", "sleep", seconds=0.002, times=40)
+    assert serve(engine, _requests()) == expected
+    assert n_dropped > 20
 
 
 def test_drafts_are_cut_where_the_grammar_ends_them() -> None:
