@@ -138,6 +138,7 @@ def _engine(weights: Path, kernels: str, *, rows: int, length: int) -> BuiltEngi
         WorkerConfig(
             weights=str(weights),
             kernels="native" if kernels == "native" else "torch",
+            speculate="off",
             library=str(find_or_build(None)) if kernels == "native" else None,
             max_running=rows,
             tokens_per_step=max(256, rows * length),

@@ -76,6 +76,7 @@ def _variants(weights: Path, decoder: Decoder) -> Iterator[tuple[str, Scorer]]:
                     weights=str(weights),
                     dtype=dtype,
                     kernels=kernels,
+                    speculate="off",
                     library=library,
                     quantize=quantize,
                     kv_cache=kv_cache,

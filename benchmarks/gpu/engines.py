@@ -99,7 +99,7 @@ def build_engine(
             for path in context.weights.glob("tokenizer*.json"):  # of another vocabulary; the engine does not use it
                 shutil.copy(path, folder)
         weights = weights or weights_in_memory(shape)
-    config = WorkerConfig(weights=str(folder), **{**placement, **cache, **options})
+    config = WorkerConfig(weights=str(folder), speculate="off", **{**placement, **cache, **options})
     built = startup.build_engine(config, phases, (lambda _: weights) if weights else None)
     phases.numerics = f"{built.ready.numerics}: {built.ready.numerics_reason}"
     _log.info("numerics %s", phases.numerics)

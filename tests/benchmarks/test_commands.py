@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from app.engine.cpu.toolchain.cpu_target import NEON, this_level
-from benchmarks import engine, quality, service, start, train
+from benchmarks import engine, quality, service, speculation, start, train
 from tests.support.model.tiny_models import TEXT, tiny_config, tiny_weights
 
 pytestmark = pytest.mark.slow
@@ -47,6 +47,15 @@ def test_engine_operations_report_every_kind_of_operation(run: Run) -> None:
     assert len(lines) == 1 + len(names) + 2
     (classic,) = engine.profile(tiny_config(gated=False, out_projection=False), steps=1, rows=(2,))
     assert {"up", "add"} <= set(classic.operations_us) and "out" not in classic.operations_us
+
+
+@pytest.mark.usefixtures("native_library")
+def test_speculation_compares_equal_texts(run: Run, weights: str) -> None:
+    sizes = ("--streams", "1,2", "--tokens", "12", "--rounds", "1")
+    lines, result = run(speculation.main, "--weights", weights, *sizes)
+    assert len(lines) == 1 + 2 * len(speculation.TEXTS)
+    assert [each["streams"] for each in result["results"]] == [1] * 5 + [2] * 5
+    assert all(each["equal"] and min(each["off"], each["lookup"], each["ratio"]) > 0 for each in result["results"])
 
 
 @pytest.mark.usefixtures("native_library")

@@ -111,7 +111,7 @@ def _send(server: Server, ring: Keyring, canary: Canaries) -> None:
 
 def _fail(server: Server, ring: Keyring, faults: Faults, canary: Canaries) -> None:
     """Crash the engine with a canary in its exception, and others in memory."""
-    body = {"prompt": canary.new(), "max_tokens": 200, "stream": False}
+    body = {"prompt": canary.new(), "max_tokens": 200, "stream": False, "speculate": False}
     faults.arm("engine.step", "raise", times=1, after=50, note=canary.new())  # the engine steps only when it has work
     httpx.post(f"{server.url}/complete", headers=ring.headers("alice"), json=body, timeout=60)
     assert not faults.is_armed("engine.step")

@@ -39,6 +39,7 @@ class InkstreamAdapter(SteppedAdapter):
             weights=str(options.model),
             device="cpu",
             kernels="native",
+            speculate="off",  # random weights repeat themselves, which no peer makes use of
             dtype=dtype_for(options.precision, Path(options.model)),
             quantize=quantize_for(options.precision),
             threads=options.threads,

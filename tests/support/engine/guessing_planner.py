@@ -41,13 +41,14 @@ class GuessingPlanner:
 
 
 def guess_from(expected: Mapping[str, Items[SampledEvent]], *, vocab: int, seed: int = 0, most: int = 5) -> Guess:
-    """Guesses up to `most` tokens, of which most are right, from the events that each request will have."""
+    """Guesses up to `most` tokens that each request will have, most of them right, and one more, which hardly is."""
     rng = random.Random(seed)
 
     def guess(sequence: Sequence) -> list[int]:
         following = expected[sequence.request.id][sequence.num_generated :]
         right = [event.token for event in following if event.token is not None][: rng.randint(0, most)]
-        return [token if rng.random() < 0.8 else rng.randrange(vocab) for token in right]
+        guesses = [token if rng.random() < 0.8 else rng.randrange(vocab) for token in right]
+        return [*guesses, rng.randrange(vocab)]
 
     return guess
 
