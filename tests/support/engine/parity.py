@@ -15,7 +15,7 @@ from model.nn.transformer import Decoder
 from tests.support.engine.delayed_runner import DelayedRunner, WatchedPool
 from tests.support.engine.guessing_planner import guess_from, speculating
 from tests.support.engine.mixed_requests import Outcome, serve
-from tests.support.model.tiny_models import VOCAB, block_pools, least_counts, tiny_engine
+from tests.support.model.tiny_models import block_pools, least_counts, tiny_engine
 
 
 def alone(
@@ -52,7 +52,7 @@ def expect_parity(
             narrow = engine(guides=guides(), blocks=counts, tokens_per_step=97)
             assert serve(narrow, requests) == expected, f"blocks for {sequences} windows"
             assert serve(narrow, requests) == expected, f"blocks for {sequences} windows, cached"
-    _expect_the_same_with_drafts(engine, requests, expected, tight, guides)
+    _expect_the_same_with_drafts(engine, requests, expected, tight, guides, decoder.config.vocab_size)
     frees_blocks = None not in decoder.config.windows
     assert small.scheduler.preemptions > 0 or frees_blocks, "the cache must be too small"
     again = [_resubmitted(request, expected[request.id]) for request in requests]
@@ -73,12 +73,13 @@ def _expect_the_same_with_drafts(
     expected: dict[str, Outcome],
     tight: int,
     guides: Callable[[], GrammarTracker | None],
+    vocab: int,
 ) -> None:
     """Right drafts and wrong ones, with many blocks and few."""
     n_accepted = 0
     for blocks, budget in ((400, 128), (tight, 97)):
         masks = guides()
-        guess = guess_from({name: each.events for name, each in expected.items()}, vocab=VOCAB)
+        guess = guess_from({name: each.events for name, each in expected.items()}, vocab=vocab)
         allow = masks.allow_drafts if masks else lambda _sequence, drafts: drafts
         drafting = speculating(engine(guides=masks, blocks=blocks, tokens_per_step=budget), guess, allow=allow)
         assert serve(drafting, requests) == expected, f"speculated, {blocks} blocks"
