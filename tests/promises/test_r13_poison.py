@@ -165,6 +165,7 @@ def _bodies() -> list[dict[str, Any]]:
         for index in range(N_CLIENTS)
     ]
     victim = {"prompt": "The victim sang to the moon", "user": "victim", "logprobs": 2, "echo": True, "seed": 1}
+    victim["speculate"] = False  # a token a step: faults are armed after so many
     bodies[VICTIM_INDEX] = {**common, **victim, "stop": ["never written"], "max_tokens": 9}
     return bodies
 
