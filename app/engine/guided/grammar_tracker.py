@@ -38,6 +38,7 @@ _STEP_SECONDS, _SHARED_STEP_SECONDS = 0.002, 0.001
 share the engine."""
 _LOST_SHARE = 0.02
 """Share of time that steps may lose to overruns and timeouts; after losing more, they stop waiting for a while."""
+_LEAST_MASK_SECONDS = 2e-5
 _DRAFT_SECONDS = 0.004
 """How long a step waits for the masks of its drafts."""
 _REPORT_SECONDS = 0.01
@@ -63,6 +64,10 @@ class GrammarTracker:
         self._work: dict[str, float] = {}
         self._background: set[str] = set()
         """Tenants whose masks are computed by threads alone."""
+        self._is_shared = False
+        """Whether several tenants shared the last step."""
+        self._draft_budget = 0.0
+        """Seconds that masks of drafts may still take in the next step."""
         self._wait_budget = _STEP_SECONDS
         self._wait_budget_at = time.monotonic()
 
@@ -100,6 +105,8 @@ class GrammarTracker:
         """
         if not self._states:
             return [False] * len(sequences)
+        # While tenants share the steps, a tenant's drafts must not take the time of another's tokens.
+        self._draft_budget = 0.0 if self._is_shared and not self._workers.n_spare_cores else _STEP_SECONDS
         states = {sequence.request.id: self._states.get(sequence.request.id) for sequence in sequences}
         waits = {request_id for request_id, state in states.items() if state and self._is_left_out(state)}
         seconds: dict[str, float] = defaultdict(float)
@@ -137,6 +144,7 @@ class GrammarTracker:
     def allow_drafts(self, sequence: Sequence, drafts: tuple[int, ...]) -> tuple[int, ...]:
         """The drafts up to the first one that the grammar does not allow, and none if its mask is late or costly.
 
+        All masks of a step's drafts may take as long as it may wait for masks. must_wait() comes before.
         The masks of the rows after them are computed from now on, for allowed_after().
         """
         state = self._states.get(sequence.request.id)
@@ -154,6 +162,11 @@ class GrammarTracker:
             self._masks.read([state])
         if state.problem or state.outcome is None or isinstance(state.outcome, SampledToken):
             return ()
+        cost = max(state.mask_seconds, _LEAST_MASK_SECONDS)
+        drafts = drafts[: int(self._draft_budget / cost)]
+        if not drafts:
+            return ()
+        self._draft_budget -= len(drafts) * cost
         state.has_drafted = True
         try:
             state.drafts = self._masks.allowed_drafts(state, drafts)
@@ -274,7 +287,7 @@ class GrammarTracker:
         seconds: dict[str, float] = defaultdict(float)
         for state in self._states.values():
             seconds[state.request.cache_namespace] += 0.0 if state.is_slow else state.mask_seconds
-        is_shared = len(tenants | set(seconds)) > 1
+        is_shared = self._is_shared = len(tenants | set(seconds)) > 1
         self._background = {tenant for tenant, cost in seconds.items() if is_shared and cost > _SHARED_STEP_SECONDS}
         return is_shared
 

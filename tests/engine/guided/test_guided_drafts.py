@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from app.common.types import Request, SamplingParams
 from app.engine.execution.engine import Engine
 from app.engine.guided import token_masks
 from app.engine.guided.grammar_tracker import GrammarTracker
+from app.engine.guided.grammar_workers import GrammarWorkers
 from app.engine.sampling.sampled_token import MASK_NOT_READY, SampledToken
 from app.engine.scheduling.batch_plan import Chunk
 from app.engine.scheduling.batch_plan import Sequence as EngineSequence
@@ -185,8 +187,40 @@ def test_drafts_are_cut_where_the_grammar_ends_them() -> None:
         ((b, 0), 1),
         ((d,), 0),
     ):
+        assert tracker.must_wait([sequence]) == [False]
         assert tracker.allow_drafts(sequence, drafts) == drafts[:count]
         if count:
             masks = tracker.allowed_after(sequence, drafts[:count])
             assert len(masks) == count
             assert MASK_NOT_READY not in [mask for mask in masks if isinstance(mask, SampledToken)]
+
+
+def test_masks_of_drafts_take_no_time_from_other_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a spare core they are computed within the step."""
+    monkeypatch.setattr(GrammarWorkers, "n_spare_cores", 0)
+    requests = [replace(request, cache_namespace=f"key {i % 2}") for i, request in enumerate(_requests())]
+    expected = serve(_engine(_tracker(), speculates=False), requests)
+    engine = _engine(_tracker())
+    assert serve(engine, requests) == expected
+    n_shared = engine.scheduler.drafted
+    engine = _engine(_tracker())
+    serve(engine, _requests())
+    assert n_shared < engine.scheduler.drafted / 2, "only what runs when the other tenant has ended"
+
+
+def test_masks_of_a_steps_drafts_take_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    tracker, planned = _tracker(), list[float]()
+    allow = tracker.allow_drafts
+
+    def measured(sequence: EngineSequence, drafts: tuple[int, ...]) -> tuple[int, ...]:
+        before = tracker._draft_budget
+        state = tracker._states.get(sequence.request.id)
+        allowed = allow(sequence, drafts)
+        if allowed and state:
+            planned.append(len(allowed) * state.mask_seconds)
+            assert planned[-1] <= before <= 0.002
+        return allowed
+
+    monkeypatch.setattr(tracker, "allow_drafts", measured)
+    serve(_engine(tracker), _requests())
+    assert len(planned) > 20
